@@ -1,0 +1,251 @@
+"""What a recipe may hold. Each fact stands in one place; `None` means that `resolve` derives it and says so in the saved file.
+
+Field docstrings are the reference documentation of the recipe.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Field(gt=0)
+NotNegative = Field(ge=0)
+
+
+class Section(BaseModel):
+    """A frozen section of the recipe that refuses unknown keys and silent type conversions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class RunSection(Section):
+    """Length, seed and place of a run."""
+
+    name: str = "run"
+    """Folder name under `output_dir`; a second run of the same name gets `-2`, never the first one's folder."""
+    seed: int = Field(default=0, ge=0)
+    """Everything random in a run follows from it."""
+    steps: int | None = Field(default=None, gt=0)
+    """Training steps. Give this or `epochs`; the other is derived."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the training tasks."""
+    output_dir: str = "runs"
+    """Where run folders go."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Level of the log; `LOGLEVEL` in the environment wins."""
+
+
+class ModelSection(Section):
+    """The policy."""
+
+    path: str
+    """`builtin:tiny`, a folder that transformers loads, or a hub id."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the trained weights."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Attention implementation of transformers."""
+    chat_template: str | None = None
+    """A Jinja file that replaces the model's own chat template."""
+
+
+class DataSection(Section):
+    """Where tasks come from; an environment that makes its own tasks needs none of this."""
+
+    path: str | None = None
+    """JSONL file of training rows."""
+    eval_path: str | None = None
+    """JSONL file of evaluation rows."""
+    shuffle: bool = True
+    """Shuffle the rows of each epoch, from the run's seed."""
+
+
+class EnvironmentSection(Section):
+    """The environment that plays the tasks."""
+
+    id: str
+    """A name of `polyturn env list`, or `package.module:Class`."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the environment, checked against its constructor."""
+    reward_weights: dict[str, float] = Field(default_factory=dict)
+    """Weight of each outcome component; components not named weigh 1."""
+
+
+class RolloutSection(Section):
+    """How trajectories are made."""
+
+    group_size: int = Field(default=8, gt=0)
+    """Siblings of a task."""
+    groups_per_step: int = Field(default=16, gt=0)
+    """Tasks of a step."""
+    max_turns: int = Field(default=8, gt=0)
+    """Turns of a trajectory; reaching it is a limit on the model, scored."""
+    max_turn_tokens: int = Field(default=256, gt=0)
+    """Sampled tokens of one turn; a longer reply is cut, and the environment told."""
+    max_trajectory_tokens: int = Field(default=4096, gt=0)
+    """Tokens of a trajectory, everything included; reaching it ends the trajectory, scored."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; the trainer scores at the same one."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; below 1 it makes importance ratios wrong and is refused, see `allow_truncated_sampling`."""
+    top_k: int = Field(default=0, ge=0)
+    """Top-k sampling, 0 for all tokens; as `top_p`."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Least probability relative to the likeliest token; as `top_p`."""
+    allow_truncated_sampling: bool = False
+    """Sample with `top_p`, `top_k` or `min_p` although the trainer's probabilities know nothing of it."""
+    concurrency: int = Field(default=512, gt=0)
+    """Trajectories under way at once."""
+    tool_deadline_s: float = Field(default=30.0, gt=0)
+    """An environment that takes longer for one step is at fault."""
+    turn_deadline_s: float = Field(default=120.0, gt=0)
+    """An engine that takes longer for one turn is at fault."""
+    trajectory_deadline_s: float = Field(default=600.0, gt=0)
+    """A trajectory that takes longer is at fault."""
+    mask_truncated: bool = False
+    """Keep trajectories that hit a limit out of the training batch (they still count in their group's baseline)."""
+    max_dropped_share: float = Field(default=0.1, ge=0, le=1)
+    """Largest share of trajectories that may be lost, over `dropped_window_steps`, before the run stops."""
+    dropped_window_steps: int = Field(default=20, gt=0)
+    """Steps over which the dropped share is taken."""
+
+
+class EngineSection(Section):
+    """What generates."""
+
+    kind: Literal["hf"] = "hf"
+    """`hf`: transformers, in this process."""
+    max_batch_size: int = Field(default=256, gt=0)
+    """Requests that share one forward pass."""
+    deterministic: bool = False
+    """Form batches by turn and sibling instead of by arrival, so that two runs are equal to the bit."""
+
+
+class LossOptions(Section):
+    """The four axes of a policy loss, and its KL term. What is None comes from the preset of `algorithm.loss`."""
+
+    ratio_level: Literal["token", "turn", "sequence"] | None = None
+    """What one importance ratio covers."""
+    clip_rule: Literal["two_sided", "cispo", "sapo"] | None = None
+    """How a ratio far from 1 is held."""
+    clip_low: float | None = Field(default=None, ge=0)
+    """Ratios below 1 - clip_low give no gradient to a negative advantage."""
+    clip_high: float | None = Field(default=None, ge=0)
+    """Ratios above 1 + clip_high give no gradient to a positive advantage; with `cispo` the cap of the weight itself."""
+    delta: float | None = Field(default=None, gt=0)
+    """Cap of the ratio for negative advantages (two-sided clipping only)."""
+    sapo_temperature_positive: float | None = Field(default=None, gt=0)
+    """SAPO's gate temperature for positive advantages."""
+    sapo_temperature_negative: float | None = Field(default=None, gt=0)
+    """SAPO's gate temperature for negative advantages."""
+    aggregation: Literal["fixed", "token", "sequence"] | None = None
+    """`fixed`: planned trajectories x `fixed_length`; `token`: tokens of the whole batch; `sequence`: mean over trajectories."""
+    fixed_length: int | None = Field(default=None, gt=0)
+    """Divisor of the `fixed` aggregation per trajectory; derived from the token budget."""
+    sampler_correction: Literal["none", "tis", "mis", "icepop"] | None = None
+    """Weight between trainer and engine probabilities; derived from engine and lag."""
+    sampler_level: Literal["token", "turn", "sequence"] | None = None
+    """What one sampler weight covers."""
+    sampler_low: float | None = Field(default=None, ge=0)
+    """Lower bound of the sampler weight (`mis`, `icepop`)."""
+    sampler_high: float | None = Field(default=None, gt=0)
+    """Upper bound of the sampler weight."""
+    beta: float = Field(default=0.0, ge=0)
+    """Weight of the KL to the frozen reference."""
+    kl_times_ratio: bool = True
+    """Multiply the KL estimate by the ratio; without it its gradient is not the KL's."""
+
+
+class AlgorithmSection(Section):
+    """Credit and loss, chosen apart."""
+
+    advantage: str = "turn_rtg"
+    """Estimator: a built-in name, or `package.module:Class`."""
+    advantage_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the estimator, checked against its fields."""
+    loss: str = "grpo"
+    """Preset that sets the axes of `loss_options`."""
+    loss_options: LossOptions = Field(default_factory=LossOptions)
+    """Axes that differ from the preset."""
+
+
+class TrainerSection(Section):
+    """Optimizer and how a batch is cut."""
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """Optimizer."""
+    learning_rate: float | None = Field(default=None, gt=0)
+    """Peak learning rate; derived from the model."""
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
+    """AdamW betas."""
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    """AdamW epsilon."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up."""
+    warmup_steps: int = Field(default=10, ge=0)
+    """Optimizer steps of linear warm-up."""
+    min_learning_rate_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Where linear and cosine end, as a share of the peak."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradient clip."""
+    num_iterations: int = Field(default=1, gt=0)
+    """Passes over a batch."""
+    optimizer_steps_per_batch: int = Field(default=1, gt=0)
+    """Optimizer steps a pass is cut into, by whole groups."""
+    row_tokens: int = Field(default=1024, gt=0)
+    """Token budget of a packed row; one row is one micro-batch."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    threads: int | None = Field(default=None, gt=0)
+    """CPU threads of torch; None leaves them alone."""
+
+
+class WeightSyncSection(Section):
+    """How the engine gets the trainer's weights."""
+
+    bridge: Literal["in_process"] = "in_process"
+    """`in_process`: copied inside this process."""
+    every_steps: int = Field(default=1, gt=0)
+    """Push every N steps; above 1 the engine lags openly, and old log-probabilities account for it."""
+    verify_every: int = Field(default=25, gt=0)
+    """Compare checksums at the first push and every N pushes."""
+    deadline_s: float = Field(default=60.0, gt=0)
+    """A push that takes longer ends the run."""
+
+
+class EvaluationSection(Section):
+    """Held-out episodes."""
+
+    every_steps: int | None = Field(default=None, gt=0)
+    """Evaluate every N steps, beside the start and the end; None for those two only."""
+    episodes: int = Field(default=128, ge=0)
+    """Held-out tasks; 0 switches evaluation off."""
+    samples_per_task: int = Field(default=1, gt=0)
+    """Attempts per task, for pass@k."""
+    modes: tuple[Literal["sampled", "greedy"], ...] = Field(default=("sampled",), strict=False)
+    """`sampled` at the rollout temperature, `greedy`, or both."""
+
+
+class LoggingSection(Section):
+    """What the run folder gets besides metrics."""
+
+    trajectories_every: int = Field(default=1, ge=0)
+    """Save the trajectories of every N-th step; 0 for none."""
+
+
+class Recipe(Section):
+    """A whole recipe."""
+
+    run: RunSection = Field(default_factory=RunSection)
+    model: ModelSection
+    data: DataSection = Field(default_factory=DataSection)
+    environment: EnvironmentSection
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
+    engine: EngineSection = Field(default_factory=EngineSection)
+    algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
+    trainer: TrainerSection = Field(default_factory=TrainerSection)
+    weight_sync: WeightSyncSection = Field(default_factory=WeightSyncSection)
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+    logging: LoggingSection = Field(default_factory=LoggingSection)

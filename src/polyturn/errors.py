@@ -1,0 +1,108 @@
+"""Every exception Polyturn raises on purpose, and the exit code each one ends a command with.
+
+    PolyturnError                     exit 1
+    ├── UserError                     exit 2   something the user wrote: value, rule and fix in one sentence
+    │   ├── ConfigError                        a recipe or an override
+    │   ├── DataError                          a data file (names file and line)
+    │   ├── EnvironmentSetupError              an environment's id, arguments or author code that breaks its contract
+    │   ├── ModelError                         a model folder, a tokenizer, a chat template
+    │   └── MissingDependencyError             an optional package; the message has the install line
+    ├── ResourceError                 exit 3   something the run needs was lost
+    │   ├── DeadlineError                      a wait passed its deadline
+    │   ├── EngineError                        the engine died or refused
+    │   └── WeightSyncError                    a push failed, or the two sides differ
+    ├── TrainingError                 exit 4   training must not go on
+    │   ├── NonFiniteError                     a loss or a gradient is nan or inf
+    │   └── TooManyDroppedError                more trajectories were lost than the recipe allows
+    └── SampleError                   never leaves a step: the sample is dropped and counted
+
+A message says what was found, which rule it breaks and what to do, in one sentence. A user never sees a traceback for a
+`UserError`. A bad rollout is not an exception at all: it is a `Trajectory` with a `fault` (see `polyturn.types`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+
+class PolyturnError(Exception):
+    """Root of the tree; `exit_code` is what the command line ends with."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UserError(PolyturnError):
+    """A mistake of the user, shown as one sentence."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A recipe, or an override of it, that can't be run."""
+
+
+class DataError(UserError):
+    """A data file that can't be trained on."""
+
+
+class EnvironmentSetupError(UserError):
+    """An unknown environment, wrong arguments, or author code that breaks the environment contract."""
+
+
+class ModelError(UserError):
+    """A model, tokenizer or chat template that can't be used."""
+
+
+class MissingDependencyError(UserError):
+    """An optional package is needed and not installed."""
+
+
+class ResourceError(PolyturnError):
+    """Something the run needs was lost."""
+
+    exit_code = 3
+
+
+class DeadlineError(ResourceError):
+    """A wait passed its deadline."""
+
+
+class EngineError(ResourceError):
+    """The engine died, or refused a request."""
+
+
+class WeightSyncError(ResourceError):
+    """A weight push failed, or the engine's weights differ from the trainer's."""
+
+
+class TrainingError(PolyturnError):
+    """Training must not go on."""
+
+    exit_code = 4
+
+
+class NonFiniteError(TrainingError):
+    """A loss, a gradient or a log-probability is nan or inf."""
+
+
+class TooManyDroppedError(TrainingError):
+    """More trajectories or samples were dropped than the recipe allows."""
+
+
+class SampleError(PolyturnError):
+    """A training sample breaks an invariant; the step drops it and counts it."""
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """End of a sentence that names the valid value nearest to `name`, or all of them when none is near.
+
+    >>> nearest("tempratur", ["temperature", "top_p"])
+    'did you mean temperature?'
+    >>> nearest("xyz", ["grpo", "dapo"])
+    'valid: dapo, grpo'
+    """
+    names = sorted(valid)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]}?" if close else f"valid: {', '.join(names)}"
