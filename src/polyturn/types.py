@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,17 @@ class Task:
     messages: tuple[Message, ...]
     answer: str | None = None
     info: Mapping[str, Json] = field(default_factory=dict)
+
+
+class TaskSource(Protocol):
+    """Tasks by index; the same index always gives the same task. `size` is None for a source without end."""
+
+    @property
+    def size(self) -> int | None:
+        """Number of tasks, None without end."""
+
+    def __getitem__(self, index: int) -> Task:
+        """The task at `index`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

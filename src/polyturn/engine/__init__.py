@@ -1,1 +1,5 @@
-"""."""
+"""Engines: ids in, sampled ids with log-probabilities out. They know nothing about messages, tasks or rewards.
+
+`base` is the protocol; `hf` runs transformers in this process; `scripted` replies from a script, for tests and
+demonstrations.
+"""

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from polyturn.errors import DataError, EnvironmentSetupError
-from polyturn.types import Json, Message, Split, Task
+from polyturn.types import Json, Message, Split, Task, TaskSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,22 +63,16 @@ class Vocabulary:
     copied: frozenset[str]
 
 
-class TaskSource(ABC):
-    """Tasks by index. `size` is None for a source without end."""
-
-    size: int | None
-
-    @abstractmethod
-    def __getitem__(self, index: int) -> Task:
-        """The task at `index`; the same index always gives the same task."""
-
-
-class TaskList(TaskSource):
-    """Tasks held in memory."""
+class TaskList:
+    """A `TaskSource` of tasks held in memory."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._tasks = tuple(tasks)
-        self.size: int | None = len(self._tasks)
+
+    @property
+    def size(self) -> int:
+        """Number of tasks."""
+        return len(self._tasks)
 
     def __getitem__(self, index: int) -> Task:
         return self._tasks[index]

@@ -1,1 +1,1 @@
-"""."""
+"""Environments that come with Polyturn, one file each."""

@@ -1,0 +1,64 @@
+"""Finds an environment by name or dotted path and builds it with arguments checked against its constructor."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from polyturn.config.dotted import load_dotted
+from polyturn.environments.base import Environment
+from polyturn.errors import EnvironmentSetupError, UserError, nearest
+
+BUILTIN = {
+    "lookup": "polyturn.environments.builtin.lookup:Lookup",
+}
+
+
+def environment_names() -> list[str]:
+    """Names that a recipe may give as `environment.id`, besides dotted paths."""
+    return sorted(BUILTIN)
+
+
+def environment_class(environment_id: str) -> type[Environment]:
+    """The class behind an id. Raises EnvironmentSetupError or ConfigError with the nearest name."""
+    target = BUILTIN.get(environment_id, environment_id)
+    if ":" not in target:
+        raise EnvironmentSetupError(
+            f"environment.id={environment_id!r} is unknown; {nearest(environment_id, BUILTIN)}, or give package.module:Class"
+        )
+    found = load_dotted(target)
+    if not (isinstance(found, type) and issubclass(found, Environment)):
+        raise EnvironmentSetupError(f"{target} is not a subclass of polyturn.environments.Environment")
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise EnvironmentSetupError(f"{target} lacks {', '.join(missing)}; every environment has them")
+    return found
+
+
+def build_environment(environment_id: str, arguments: Mapping[str, Any]) -> Environment:
+    """Build an environment.
+
+    Raises:
+        EnvironmentSetupError: unknown id, an argument its constructor doesn't have, or a constructor that raises.
+    """
+    cls = environment_class(environment_id)
+    parameters = inspect.signature(cls).parameters
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        for key in arguments:
+            if key not in parameters:
+                raise EnvironmentSetupError(
+                    f"environment.args.{key} is no argument of {environment_id}; {nearest(key, parameters) if parameters else 'it takes none'}"
+                )
+    for name, parameter in parameters.items():
+        if parameter.default is inspect.Parameter.empty and parameter.kind not in _VARIADIC and name not in arguments:
+            raise EnvironmentSetupError(f"environment {environment_id} needs environment.args.{name}")
+    try:
+        return cls(**arguments)
+    except UserError:
+        raise
+    except Exception as error:
+        raise EnvironmentSetupError(f"environment {environment_id} could not be built: {type(error).__name__}: {error}") from error
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -1,0 +1,159 @@
+"""A short supervised start on an environment's own demonstrations.
+
+Demonstrations are played through the same episode, rendering and assembly as rollouts, with a script in the engine's place,
+so that the tokens learned are the tokens met later. The gradient of the policy loss with advantage 1 and ratio 1 is that of
+the supervised loss, so the trainer needs nothing new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from polyturn.config.schema import LossOptions, Recipe
+from polyturn.engine.scripted import ScriptedEngine
+from polyturn.environments.base import Environment
+from polyturn.errors import EnvironmentSetupError
+from polyturn.loop.step import player_for
+from polyturn.rendering.renderer import Renderer
+from polyturn.rollouts.episode import play
+from polyturn.trainer.forward import to_tensors, trained_logits
+from polyturn.trainer.settings import TrainerSettings
+from polyturn.trainer.trainer import Trainer
+from polyturn.trajectories.assemble import assemble
+from polyturn.trajectories.pack import pack
+from polyturn.types import Task, TaskSource, TrainBatch, Trajectory
+
+SUPERVISED = LossOptions(
+    ratio_level="token",
+    clip_rule="two_sided",
+    clip_low=0.2,
+    clip_high=0.2,
+    aggregation="token",
+    fixed_length=1,
+    sampler_correction="none",
+    sampler_level="token",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmstartSettings:
+    """How long, how fast, and when it is enough. `target_accuracy` is checked every `check_every` steps."""
+
+    max_steps: int = 200
+    demonstrations_per_step: int = 64
+    learning_rate: float = 3e-4
+    target_accuracy: float | None = None
+    check_every: int = 10
+    held_out: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmstartResult:
+    """Where a warm start ended. `accuracy` is the share of counted demonstration tokens whose likeliest guess is right."""
+
+    steps: int
+    accuracy: float
+    negative_log_likelihood: float
+
+
+async def warmstart(
+    recipe: Recipe,
+    environment: Environment,
+    renderer: Renderer,
+    model: torch.nn.Module,
+    settings: WarmstartSettings,
+    *,
+    counted_ids: frozenset[int] | None = None,
+    on_step: Callable[[int, float, float | None], None] | None = None,
+) -> WarmstartResult:
+    """Train `model` on demonstrations until `target_accuracy` or `max_steps`.
+
+    Args:
+        recipe: limits and row budget.
+        environment: gives tasks and demonstrations.
+        renderer: of the model.
+        model: trained in place.
+        settings: see WarmstartSettings.
+        counted_ids: tokens that `accuracy` looks at; all of them when None.
+        on_step: called with step, negative log-likelihood per token, and accuracy where it was checked.
+
+    Raises:
+        EnvironmentSetupError: a demonstration did not play to its end.
+    """
+    source = environment.tasks("train", recipe.run.seed)
+    held_out = await _batch(recipe, environment, renderer, _tasks(source, 0, settings.held_out))
+    trainer = Trainer(
+        model,
+        TrainerSettings(
+            learning_rate=settings.learning_rate, loss=SUPERVISED, total_optimizer_steps=settings.max_steps, warmup_steps=10
+        ),
+    )
+    accuracy, nll, step = 0.0, float("nan"), 0
+    for step in range(1, settings.max_steps + 1):
+        first = settings.held_out + (step - 1) * settings.demonstrations_per_step
+        batch = await _batch(recipe, environment, renderer, _tasks(source, first, settings.demonstrations_per_step))
+        metrics = await asyncio.to_thread(trainer.train, [batch])
+        nll = -metrics["trainer_logprob"]
+        checked = None
+        if step % settings.check_every == 0 or step == settings.max_steps:
+            accuracy = checked = await asyncio.to_thread(token_accuracy, model, held_out, counted_ids)
+        if on_step is not None:
+            on_step(step, nll, checked)
+        if settings.target_accuracy is not None and checked is not None and checked >= settings.target_accuracy:
+            break
+    return WarmstartResult(steps=step, accuracy=accuracy, negative_log_likelihood=nll)
+
+
+@torch.inference_mode()
+def token_accuracy(model: torch.nn.Module, batch: TrainBatch, counted_ids: frozenset[int] | None) -> float:
+    """Share of trained tokens (among `counted_ids`) that are the likeliest one in their place."""
+    device = next(model.parameters()).device
+    right = total = 0
+    for row in batch.rows:
+        tensors = to_tensors(row, device)
+        guesses_N = trained_logits(model, tensors).argmax(-1)
+        for guess, target in zip(guesses_N.tolist(), tensors.targets_N.tolist(), strict=True):
+            if counted_ids is None or target in counted_ids:
+                total += 1
+                right += guess == target
+    return right / max(1, total)
+
+
+async def demonstrate(recipe: Recipe, environment: Environment, renderer: Renderer, task: Task, replies: Sequence[str]) -> Trajectory:
+    """Play `replies` on `task` through the ordinary episode."""
+    end = renderer.stop_ids[0]
+    script = iter(replies)
+
+    def reply(_: tuple[int, ...]) -> tuple[int, ...] | Exception:
+        text = next(script, None)
+        if text is None:
+            return EnvironmentSetupError(f"the replies for task {task.id} end before its environment is done: {list(replies)}")
+        return (*renderer.tokenizer.encode(text), end)
+
+    player = player_for(recipe, environment, renderer, ScriptedEngine(reply), "demonstration")
+    return await play(player, task, 0)
+
+
+async def _batch(recipe: Recipe, environment: Environment, renderer: Renderer, tasks: Sequence[Task]) -> TrainBatch:
+    samples = []
+    for task in tasks:
+        rng = random.Random(f"demonstration/{recipe.run.seed}/{task.id}")
+        trajectory = await demonstrate(recipe, environment, renderer, task, environment.demonstrations(task, rng))
+        if not trajectory.valid or trajectory.end_reason != "done":
+            raise EnvironmentSetupError(
+                f"a demonstration of {environment.name} for task {task.id} did not play to its end "
+                f"({trajectory.fault or trajectory.end_reason}); see `polyturn env check {environment.name}`"
+            )
+        samples.extend(assemble(trajectory, np.ones(len(trajectory.turns)).tolist(), temperature=1.0))
+    return pack(samples, row_tokens=recipe.trainer.row_tokens, planned_trajectories=len(tasks))
+
+
+def _tasks(source: TaskSource, first: int, count: int) -> list[Task]:
+    size = source.size
+    return [source[(first + offset) if size is None else (first + offset) % size] for offset in range(count)]

@@ -1,0 +1,213 @@
+"""One trajectory: open the task, let model and environment take turns, score the end.
+
+Blame is assigned here. An exception or a passed deadline in the environment, and a passed deadline of the engine, are
+faults: the trajectory is kept with its reason, masked and counted. A limit on the model (turns, tokens, a reply cut short)
+is an ending like any other and is scored. A dead engine is neither: it ends the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from polyturn.engine.base import Engine
+from polyturn.environments.base import Environment, Reply, StepResult
+from polyturn.errors import DeadlineError, PolyturnError, ResourceError
+from polyturn.processes.deadlines import deadline
+from polyturn.processes.threads import in_thread
+from polyturn.rendering.renderer import Conversation, Renderer
+from polyturn.rollouts.barrier import TurnBarrier
+from polyturn.types import Completion, EndReason, SamplingParams, Task, Trajectory, Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a trajectory may use up, and how long each part may take."""
+
+    max_turns: int
+    max_turn_tokens: int
+    max_trajectory_tokens: int
+    tool_deadline_s: float = 30.0
+    turn_deadline_s: float = 120.0
+    trajectory_deadline_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the policy is sampled in a rollout; each request adds its own limit, stop ids and seed."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Player:
+    """Everything that the trajectories of a step share."""
+
+    environment: Environment
+    renderer: Renderer
+    engine: Engine
+    limits: Limits
+    sampling: Sampling
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    seed_key: str = "0"
+    """Names the run and the step: with task, sibling and turn it fixes the noise of every request."""
+
+
+class Fault(PolyturnError):
+    """A reason outside the model's action; never leaves this module."""
+
+
+def request_seed(*parts: object) -> int:
+    """A 63-bit seed from run, step, task, sibling and turn, equal on every machine."""
+    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+async def play(player: Player, task: Task, sibling: int, barrier: TurnBarrier | None = None) -> Trajectory:
+    """Play `task` once. Always returns a trajectory, faults included; raises only what must end the run (ResourceError)."""
+    episode = _Episode(player, task, sibling, barrier)
+    limit_s = player.limits.trajectory_deadline_s
+    try:
+        async with deadline(limit_s, f"trajectory {task.id}/{sibling}"):
+            await episode.run()
+    except DeadlineError as error:
+        episode.fault(str(error))
+    except Fault as fault:
+        episode.fault(str(fault))
+    finally:
+        if barrier is not None:
+            barrier.leave(episode.name)
+        await episode.close()
+    return episode.trajectory()
+
+
+class _Episode:
+    """The state of one trajectory under way."""
+
+    def __init__(self, player: Player, task: Task, sibling: int, barrier: TurnBarrier | None) -> None:
+        self.player = player
+        self.task = task
+        self.sibling = sibling
+        self.barrier = barrier
+        self.name = f"{task.id}/{sibling}"
+        self.turns: list[Turn] = []
+        self.end: EndReason = "fault"
+        self.outcome: Mapping[str, float | None] = {}
+        self.reason: str | None = None
+        self.state: Any = None
+        self.opened = False
+
+    async def run(self) -> None:
+        environment = self.player.environment
+        self.state = await self._ask("setup", environment.setup, self.task)
+        self.opened = True
+        conversation = self.player.renderer.open(self.task.messages)
+        self.end = await self._turns(conversation)
+        self.outcome = dict(await self._ask("rewards", environment.rewards, self.state))
+
+    async def _turns(self, conversation: Conversation) -> EndReason:
+        limits = self.player.limits
+        while len(self.turns) < limits.max_turns:
+            delta = conversation.prompt()
+            room = limits.max_trajectory_tokens - len(conversation.context_ids)
+            if room < 1:
+                return "max_tokens"
+            completion = await self._generate(conversation.context_ids, min(room, limits.max_turn_tokens))
+            text = conversation.add_completion(completion.ids)
+            truncated = completion.stop_reason == "length"
+            # Kept before the environment speaks, so that a fault in its step loses no tokens of the record.
+            self.turns.append(_turn(delta.ids, delta.continues, completion, text, StepResult()))
+            result = await self._ask("step", self.player.environment.step, self.state, Reply(text=text, truncated=truncated))
+            self.turns[-1] = _turn(delta.ids, delta.continues, completion, text, result)
+            if result.done:
+                return "done"
+            conversation.add_messages(result.messages)
+        return "max_turns"
+
+    async def _generate(self, context_ids: tuple[int, ...], max_tokens: int) -> Completion:
+        sampling = self.player.sampling
+        turn = len(self.turns)
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            max_tokens=max_tokens,
+            stop_ids=self.player.renderer.stop_ids,
+            seed=request_seed(self.player.seed_key, self.task.id, self.sibling, turn),
+        )
+        if self.barrier is not None:
+            await self.barrier.arrive(self.name)
+        async with deadline(self.player.limits.turn_deadline_s, f"the engine's reply in turn {turn} of {self.name}"):
+            return await self.player.engine.generate(context_ids, params)
+
+    async def _ask(self, what: str, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of the environment; whatever goes wrong in it is a fault with a reason.
+
+        A method that is no coroutine runs in a thread of its own, so that one that blocks holds up nobody else.
+        """
+        name = f"{self.player.environment.name}.{what}"
+        try:
+            async with deadline(self.player.limits.tool_deadline_s, f"{name} of {self.name}"):
+                if inspect.iscoroutinefunction(method):
+                    return await method(*arguments)
+                return await in_thread(method, *arguments)
+        except ResourceError as error:
+            raise Fault(str(error)) from error
+        except (Exception, SystemExit) as error:
+            raise Fault(f"{name} raised {type(error).__name__}: {error}") from error
+
+    def fault(self, reason: str) -> None:
+        self.end, self.reason, self.outcome = "fault", reason, {}
+
+    async def close(self) -> None:
+        if self.opened:
+            try:
+                await self._ask("close", self.player.environment.close, self.state)
+            except Fault as fault:
+                self.fault(str(fault))
+
+    def trajectory(self) -> Trajectory:
+        reward = None if self.reason else _weighted(self.outcome, self.player.reward_weights)
+        return Trajectory(
+            task=self.task,
+            sibling=self.sibling,
+            turns=tuple(self.turns),
+            end_reason=self.end,
+            outcome=self.outcome,
+            outcome_reward=reward,
+            success=_full(self.outcome, self.player.environment.full_marks),
+            fault=self.reason,
+        )
+
+
+def _turn(prompt_ids: tuple[int, ...], continues: bool, completion: Completion, text: str, result: StepResult) -> Turn:
+    return Turn(
+        prompt_ids=prompt_ids,
+        completion_ids=completion.ids,
+        engine_logprobs=completion.engine_logprobs,
+        policy_versions=completion.policy_versions,
+        stop_reason=completion.stop_reason,
+        continues=continues,
+        text=text,
+        reply=result.messages,
+        reward=result.reward,
+        state_key=result.state_key,
+        counts=dict(result.counts),
+    )
+
+
+def _weighted(outcome: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
+    """Weighted sum of the components that are there; None when none is."""
+    known = [weights.get(name, 1.0) * value for name, value in outcome.items() if value is not None]
+    return sum(known) if known else None
+
+
+def _full(outcome: Mapping[str, float | None], full_marks: float) -> bool:
+    return sum(value for value in outcome.values() if value is not None) >= full_marks - 1e-6

@@ -1,0 +1,28 @@
+"""What the trainer needs to know of a recipe, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from polyturn.config.schema import LossOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    """Optimizer, schedule and loss of a run. `total_optimizer_steps` is where linear and cosine schedules end."""
+
+    learning_rate: float
+    loss: LossOptions
+    total_optimizer_steps: int
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    adam_epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    min_learning_rate_ratio: float = 0.0
+    max_grad_norm: float = 1.0
+    num_iterations: int = 1
+    engine_lags: bool = False
+    """Whether samples may come from older weights, so that a ratio of exactly 1 is no matter of course."""

@@ -1,0 +1,64 @@
+"""What a bridge promises, and the checks that every bridge shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from polyturn.errors import WeightSyncError
+
+
+class WeightTarget(Protocol):
+    """An engine, as a bridge sees it."""
+
+    def named_weights(self) -> Mapping[str, torch.Tensor]:
+        """Every tensor a push has to cover, by name."""
+
+    async def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> int:
+        """Replace all weights and return the version now served."""
+
+
+class WeightBridge(Protocol):
+    """Brings the trainer's weights to the engine."""
+
+    async def push(self, version: int) -> None:
+        """Push all weights as `version`. When it returns, the engine has confirmed that version.
+
+        Raises:
+            WeightSyncError: the push did not cover every weight, was not confirmed, or a checksum differs.
+            DeadlineError: it took longer than its deadline.
+        """
+
+
+def check_coverage(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
+    """Raise WeightSyncError unless `source` has exactly the tensors of `target`, with equal shapes."""
+    missing = sorted(target.keys() - source.keys())
+    extra = sorted(source.keys() - target.keys())
+    if missing or extra:
+        raise WeightSyncError(
+            f"a weight push covers {len(target) - len(missing)} of the engine's {len(target)} tensors; "
+            f"missing: {missing[:3]}, unknown to the engine: {extra[:3]}"
+        )
+    for name, tensor in target.items():
+        if source[name].shape != tensor.shape:
+            raise WeightSyncError(f"{name} is {tuple(source[name].shape)} in the trainer and {tuple(tensor.shape)} in the engine")
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A 64-bit sum over the bits of a tensor, weighted by place, so that swapped or changed values show."""
+    size = tensor.element_size()
+    words = tensor.detach().contiguous().reshape(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+    place = torch.arange(1, words.numel() + 1, dtype=torch.int64, device=words.device)
+    return int((words.to(torch.int64) * (place * 2654435761 % 4294967291)).sum())
+
+
+def check_equal(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], version: int) -> None:
+    """Raise WeightSyncError naming the first tensors whose checksums differ between the two sides."""
+    wrong = [name for name, tensor in target.items() if checksum(source[name].to(tensor.dtype)) != checksum(tensor)]
+    if wrong:
+        raise WeightSyncError(
+            f"after push {version} the engine differs from the trainer in {len(wrong)} of {len(target)} tensors, first {wrong[0]}; "
+            "it would sample from stale or mixed weights"
+        )

@@ -1,0 +1,41 @@
+"""The `in_process` bridge: the engine has its own copy of the model in this process, and a push copies every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from polyturn.errors import WeightSyncError
+from polyturn.processes.deadlines import deadline
+from polyturn.weight_sync.base import WeightTarget, check_coverage, check_equal
+
+
+class InProcessBridge:
+    """Copies `source()` into `target`; checksums are compared at the first push and at every `verify_every`-th."""
+
+    def __init__(
+        self,
+        source: Callable[[], Mapping[str, torch.Tensor]],
+        target: WeightTarget,
+        *,
+        verify_every: int,
+        deadline_s: float,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._verify_every = verify_every
+        self._deadline_s = deadline_s
+        self._pushes = 0
+
+    async def push(self, version: int) -> None:
+        """See `WeightBridge.push`."""
+        weights = self._source()
+        check_coverage(weights, self._target.named_weights())
+        async with deadline(self._deadline_s, f"weight push {version} to the engine in this process"):
+            confirmed = await self._target.update_weights(weights, version)
+        if confirmed != version:
+            raise WeightSyncError(f"weight push {version} was not confirmed: the engine serves version {confirmed}")
+        if self._pushes % self._verify_every == 0:
+            check_equal(weights, self._target.named_weights(), version)
+        self._pushes += 1
