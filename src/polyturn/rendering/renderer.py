@@ -1,0 +1,161 @@
+"""Conversations as the model sees them: ids that only ever grow, or a new sample.
+
+    open(messages) ──> prompt() ──engine──> add_completion(ids) ──environment──> add_messages(...) ──> prompt() ...
+
+Sampled ids are kept as they are and never made again from text. For the next prompt the whole conversation is rendered as
+text; when that text starts with the text of the context so far, only the rest is encoded and appended. When it does not
+(the template strips old thoughts, trims white space, or closes a turn with another token than the one sampled) the context
+can't be extended, and the full text starts a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from polyturn.errors import ModelError
+from polyturn.rendering.control import Neutralizer
+from polyturn.rendering.template import ChatTemplate
+from polyturn.rendering.tokenizer import Tokenizer
+from polyturn.types import Json, Message
+
+REPLY_PROBE = "polyturn-reply-probe"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptDelta:
+    """What the next model call reads beyond its context.
+
+    With `continues`, `ids` follow the context so far; without it they replace it (see `polyturn.types.Turn`).
+    """
+
+    ids: tuple[int, ...]
+    continues: bool
+
+
+class Renderer:
+    """A tokenizer and a chat template, joined. Shared by all conversations of a run; holds no state of any of them.
+
+    `stop_ids` end an assistant turn: what the folder calls the end of a text, and the token that the template puts after a
+    reply.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, *, tools: Sequence[Json] | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.tools = tools
+        self._neutralize = Neutralizer(tokenizer)
+        self._lead, tail = self._around_reply()
+        end = self._end_of_turn(tail)
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*tokenizer.eos_ids, *end)))
+
+    @classmethod
+    def load(cls, folder: str | Path, *, chat_template: Path | None = None, tools: Sequence[Json] | None = None) -> Renderer:
+        """The renderer of a model folder, with the template in the file `chat_template` in place of its own if given."""
+        tokenizer = Tokenizer.load(folder)
+        if chat_template is not None and not chat_template.is_file():
+            raise ModelError(f"model.chat_template {chat_template} is not a file; name a Jinja file")
+        source = None if chat_template is None else chat_template.read_text(encoding="utf-8")
+        return cls(tokenizer, ChatTemplate.of(tokenizer, source), tools=tools)
+
+    def open(self, messages: Sequence[Message]) -> Conversation:
+        """A conversation that starts with `messages`."""
+        return Conversation(self, messages)
+
+    def entry(self, message: Message) -> dict[str, object]:
+        """A message as the template gets it: control tokens in it spelled out, except in what the model said."""
+        content = message.content if message.role == "assistant" else self._neutralize(message.content)
+        return {"role": message.role, "content": content}
+
+    def reply_entry(self, text: str) -> dict[str, object]:
+        """A sampled reply as the template gets it: without what the template itself writes before every reply."""
+        return {"role": "assistant", "content": text.removeprefix(self._lead)}
+
+    def text(self, entries: Sequence[dict[str, object]]) -> str:
+        """The text of a prompt."""
+        return self.template.render(entries, True, self.tools)
+
+    def _around_reply(self) -> tuple[str, str]:
+        """What the template writes between the prompt and an earlier reply, and from that reply on."""
+        entries: list[dict[str, object]] = [{"role": "user", "content": "x"}]
+        prompt = self.text(entries)
+        entries += [{"role": "assistant", "content": REPLY_PROBE}, {"role": "user", "content": "x"}]
+        text = self.template.render(entries, False, self.tools)
+        if text.count(REPLY_PROBE) != 1:
+            raise ModelError(
+                "the chat template doesn't show an assistant message as it was said; "
+                "set model.chat_template to a template that renders the content of every message"
+            )
+        before, tail = text.split(REPLY_PROBE)
+        return (before[len(prompt) :] if before.startswith(prompt) else ""), tail
+
+    def _end_of_turn(self, tail: str) -> tuple[int, ...]:
+        """The special token that follows a reply, nothing where plain text does."""
+        follows = [token for token in self.tokenizer.special_tokens if tail.lstrip().startswith(token)]
+        return (self.tokenizer.special_tokens[max(follows, key=len)],) if follows else ()
+
+
+class Conversation:
+    """One trajectory's messages and the ids of its context. Made by `Renderer.open`.
+
+    Call `prompt` and `add_completion` in turns; `add_messages` between them.
+    """
+
+    def __init__(self, renderer: Renderer, messages: Sequence[Message]) -> None:
+        self._renderer = renderer
+        self._messages: list[Message] = []
+        self._entries: list[dict[str, object]] = []
+        self._ids: list[int] = []
+        self._text = ""
+        self._prompted = False
+        self.add_messages(messages)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """All messages so far, as they were given and sampled."""
+        return tuple(self._messages)
+
+    @property
+    def context_ids(self) -> tuple[int, ...]:
+        """Every id of the current sample, in order: what the model has read and said."""
+        return tuple(self._ids)
+
+    def add_messages(self, messages: Sequence[Message]) -> None:
+        """Append what the environment or the user says."""
+        assert not self._prompted, "messages were added between a prompt and its completion"
+        self._messages += messages
+        self._entries += [self._renderer.entry(message) for message in messages]
+
+    def prompt(self) -> PromptDelta:
+        """Extend the context up to where the model speaks next, or start a new one.
+
+        Raises ModelError when the template refuses the messages or renders nothing.
+        """
+        assert not self._prompted, "prompt was called twice without a completion"
+        text = self._renderer.text(self._entries)
+        continues = bool(self._ids) and text.startswith(self._text)
+        if continues:
+            ids = self._renderer.tokenizer.encode(text[len(self._text) :], after=self._ids[-1])
+            self._ids += ids
+        else:
+            ids = self._renderer.tokenizer.encode(text)
+            self._ids = list(ids)
+        if not self._ids:
+            raise ModelError("the chat template renders nothing; set model.chat_template to one that renders messages")
+        self._text = text
+        self._prompted = True
+        return PromptDelta(ids=ids, continues=continues)
+
+    def add_completion(self, ids: Sequence[int]) -> str:
+        """Append sampled ids as they are. Returns their text without the stop token, which is also the new message."""
+        assert self._prompted, "a completion was added without a prompt"
+        text = said = self._renderer.tokenizer.decode(ids, continued=True)
+        if ids and ids[-1] in self._renderer.stop_ids:
+            said = text.removesuffix(self._renderer.tokenizer.token(ids[-1]))
+        self._ids += ids
+        self._text += text
+        self._messages.append(Message(role="assistant", content=said))
+        self._entries.append(self._renderer.reply_entry(said))
+        self._prompted = False
+        return said
