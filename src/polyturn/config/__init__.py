@@ -3,9 +3,3 @@
 `schema` says what a recipe may hold, `load` reads it with its line numbers and applies overrides, `resolve` derives every
 other number once. This room knows nothing about models, environments or algorithms beyond their settings.
 """
-
-from polyturn.config.load import load_recipe
-from polyturn.config.resolve import resolve
-from polyturn.config.schema import Recipe
-
-__all__ = ["Recipe", "load_recipe", "resolve"]
