@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from polyturn.advantages.base import Estimator, GroupAdvantages
+from polyturn.advantages.base import MIN_SIBLINGS, GroupAdvantages
 from polyturn.config.schema import Recipe
 from polyturn.engine.base import Engine
 from polyturn.environments.base import Environment
@@ -19,9 +19,6 @@ from polyturn.rollouts.episode import Limits, Player, Sampling
 from polyturn.trajectories.assemble import assemble
 from polyturn.trajectories.pack import pack
 from polyturn.types import Task, TrainBatch, TrainSample, Trajectory, TrajectoryGroup
-
-MIN_SIBLINGS = 2
-"""Fewer valid siblings leave nothing to compare with."""
 
 
 def player_for(recipe: Recipe, environment: Environment, renderer: Renderer, engine: Engine, seed_key: str, *, greedy: bool = False) -> Player:
@@ -106,7 +103,7 @@ def _group_samples(recipe: Recipe, group: TrajectoryGroup, credit: GroupAdvantag
         report.zero_advantage_groups += 1
         return []
     samples: list[TrainSample] = []
-    for trajectory, advantages in zip(group.trajectories, credit.turns, strict=True):
+    for trajectory, advantages in zip(group.trajectories, credit.per_turn, strict=True):
         if advantages is None:
             continue
         if recipe.rollout.mask_truncated and trajectory.truncated:
@@ -149,7 +146,3 @@ class DropGuard:
                 f"rollout.max_dropped_share={self._max_share} over {self._window} steps allows; the last reason: {reason}"
             )
 
-
-def advantages_of(estimator: Estimator, groups: Sequence[TrajectoryGroup]) -> list[GroupAdvantages]:
-    """Credit for every turn of every group."""
-    return list(estimator(groups))

@@ -22,7 +22,7 @@ from polyturn.errors import EnvironmentSetupError
 from polyturn.loop.step import player_for
 from polyturn.rendering.renderer import Renderer
 from polyturn.rollouts.episode import play
-from polyturn.trainer.forward import to_tensors, trained_logits
+from polyturn.trainer.forward import to_tensors, trained_logprobs
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.trainer import Trainer
 from polyturn.trajectories.assemble import assemble
@@ -55,7 +55,7 @@ class WarmstartSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmstartResult:
-    """Where a warm start ended. `accuracy` is the share of counted demonstration tokens whose likeliest guess is right."""
+    """Where a warm start ended. `accuracy` is the chance that a counted token comes out right when sampled."""
 
     steps: int
     accuracy: float
@@ -99,7 +99,7 @@ async def warmstart(
         first = settings.held_out + (step - 1) * settings.demonstrations_per_step
         batch = await _batch(recipe, environment, renderer, _tasks(source, first, settings.demonstrations_per_step))
         metrics = await asyncio.to_thread(trainer.train, [batch])
-        nll = -metrics["trainer_logprob"]
+        nll = -metrics["logprob"]
         checked = None
         if step % settings.check_every == 0 or step == settings.max_steps:
             accuracy = checked = await asyncio.to_thread(token_accuracy, model, held_out, counted_ids)
@@ -112,16 +112,17 @@ async def warmstart(
 
 @torch.inference_mode()
 def token_accuracy(model: torch.nn.Module, batch: TrainBatch, counted_ids: frozenset[int] | None) -> float:
-    """Share of trained tokens (among `counted_ids`) that are the likeliest one in their place."""
+    """Chance that a trained token (among `counted_ids`) comes out right when it is sampled at temperature 1."""
     device = next(model.parameters()).device
-    right = total = 0
+    counted = None if counted_ids is None else torch.tensor(sorted(counted_ids), device=device)
+    right, total = 0.0, 0
     for row in batch.rows:
         tensors = to_tensors(row, device)
-        guesses_N = trained_logits(model, tensors).argmax(-1)
-        for guess, target in zip(guesses_N.tolist(), tensors.targets_N.tolist(), strict=True):
-            if counted_ids is None or target in counted_ids:
-                total += 1
-                right += guess == target
+        probs_N = trained_logprobs(model, tensors)[0].exp()
+        if counted is not None:
+            probs_N = probs_N[torch.isin(tensors.targets_N, counted)]
+        right += float(probs_N.sum())
+        total += probs_N.numel()
     return right / max(1, total)
 
 

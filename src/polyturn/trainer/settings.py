@@ -24,5 +24,3 @@ class TrainerSettings:
     min_learning_rate_ratio: float = 0.0
     max_grad_norm: float = 1.0
     num_iterations: int = 1
-    engine_lags: bool = False
-    """Whether samples may come from older weights, so that a ratio of exactly 1 is no matter of course."""

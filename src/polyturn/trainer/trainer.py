@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from polyturn.errors import NonFiniteError
 from polyturn.losses.aggregation import token_weights
-from polyturn.losses.base import LossInputs
-from polyturn.losses.policy import policy_loss
-from polyturn.losses.segments import BatchSegments, batch_segments, spans_rows
+from polyturn.losses.base import LossInputs, LossResult, combined_metrics, required
+from polyturn.losses.policy import needs_whole_segments, policy_loss
+from polyturn.losses.ratio import segment_log_ratio
+from polyturn.losses.sampler import sampler_weights
 from polyturn.trainer.forward import RowTensors, to_tensors, trained_logprobs
-from polyturn.trainer.metrics import Totals
 from polyturn.trainer.optimizer import build_optimizer, learning_rate_at
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.types import TrainBatch
@@ -31,9 +31,31 @@ class _Prepared:
     """A batch on the device, with what its loss needs from outside a row. Lists run over rows."""
 
     rows: list[RowTensors]
-    token_weights: list[torch.Tensor]
+    token_weights: list[Tensor]
+    old_logprobs: list[Tensor] | None
+    """The policy's before the first optimizer step on this batch; None where this forward is that policy."""
     policy_age: float
-    old_logprobs: list[torch.Tensor] | None
+
+
+@dataclass(slots=True)
+class _Record:
+    """What happened in a step, kept as tensors so that nothing waits for the device before the end."""
+
+    results: list[LossResult] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    entropies: list[Tensor] = field(default_factory=list)
+    grad_norms: list[Tensor] = field(default_factory=list)
+    learning_rate: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        steps = max(1, len(self.grad_norms))
+        return {
+            "loss": float(torch.stack(self.losses).sum()) / steps,
+            "entropy": float(torch.cat(self.entropies).mean()),
+            "grad_norm": float(torch.stack(self.grad_norms).mean()) if self.grad_norms else float("nan"),
+            "learning_rate": self.learning_rate,
+            **combined_metrics(self.results),
+        }
 
 
 class Trainer:
@@ -65,107 +87,119 @@ class Trainer:
         self.model.eval()
         several = self.settings.num_iterations * len(batches) > 1
         prepared = [self._prepare(batch, keep_old=several) for batch in batches]
-        totals = Totals()
+        record = _Record()
         for _ in range(self.settings.num_iterations):
             for batch in prepared:
-                self._forward_backward(batch, totals)
-                self._optim_step(totals)
+                self._forward_backward(batch, record)
+                self._optim_step(record)
         self.version += 1
-        tokens = sum(batch.num_tokens for batch in batches) * self.settings.num_iterations
         return {
-            **totals.means(),
+            **record.metrics(),
             "policy_age": float(np.mean([batch.policy_age for batch in prepared])),
-            "train_tokens": float(tokens),
+            "train_tokens": float(sum(batch.num_tokens for batch in batches) * self.settings.num_iterations),
             "trained_tokens": float(sum(batch.num_trained_tokens for batch in batches)),
             "train_s": time.perf_counter() - start,
         }
 
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
-        """Add the gradient of `batch` to the parameters, as one optimizer step would see it. Raises NonFiniteError."""
-        totals = Totals()
-        self._forward_backward(self._prepare(batch, keep_old=False), totals)
-        return totals.means()
+        """Add the gradient of `batch` to the parameters, as one on-policy optimizer step would. Raises NonFiniteError."""
+        self.model.eval()
+        record = _Record()
+        self._forward_backward(self._prepare(batch, keep_old=False), record)
+        return record.metrics()
 
-    def optim_step(self) -> dict[str, float]:
+    def optim_step(self) -> None:
         """Clip, step, clear the gradient. Raises NonFiniteError before it touches the weights."""
-        totals = Totals()
-        self._optim_step(totals)
-        return totals.means()
+        self._optim_step(_Record())
 
     # ── inside ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _prepare(self, batch: TrainBatch, *, keep_old: bool) -> _Prepared:
-        loss = self.settings.loss
-        assert loss.aggregation is not None
-        assert loss.fixed_length is not None, "resolve_loss fills the axes"
-        trajectory_index = np.concatenate([row.trajectory_index[row.loss_mask] for row in batch.rows])
         weights = token_weights(
-            loss.aggregation,
-            trajectory_index,
+            required(self.settings.loss.aggregation, "aggregation"),
+            np.concatenate([row.trajectory_index[row.loss_mask] for row in batch.rows]),
             planned_trajectories=batch.planned_trajectories,
-            fixed_length=loss.fixed_length,
+            fixed_length=required(self.settings.loss.fixed_length, "fixed_length"),
         )
-        counts = [int(row.loss_mask.sum()) for row in batch.rows]
         rows = [to_tensors(row, self._device) for row in batch.rows]
         ages = np.concatenate([self.version - row.policy_version[row.loss_mask] for row in batch.rows])
         return _Prepared(
             rows=rows,
-            token_weights=list(torch.from_numpy(weights).float().to(self._device).split(counts)),
-            policy_age=float(ages.mean()),
+            token_weights=_cut(torch.from_numpy(weights).float().to(self._device), rows),
             old_logprobs=self._score(rows) if keep_old else None,
+            policy_age=float(ages.mean()),
         )
 
     @torch.no_grad()
-    def _score(self, rows: Sequence[RowTensors]) -> list[torch.Tensor]:
+    def _score(self, rows: Sequence[RowTensors]) -> list[Tensor]:
         return [trained_logprobs(self.model, row)[0] for row in rows]
 
-    def _segments(self, batch: _Prepared) -> BatchSegments | None:
-        """Ratios and sampler weights over whole turns or trajectories, where those lie in several rows: an extra forward."""
-        if not spans_rows(batch.rows, self.settings.loss):
-            return None
-        return batch_segments(self._score(batch.rows), batch.old_logprobs, batch.rows, self.settings.loss)
+    def _whole_segments(self, batch: _Prepared) -> tuple[list[Tensor], list[Tensor]] | None:
+        """Ratio and sampler weight over whole turns or trajectories, where their tokens lie in several rows.
 
-    def _forward_backward(self, batch: _Prepared, totals: Totals) -> None:
-        segments = self._segments(batch)
+        Costs an extra forward, since a mean over the tokens of one row would be another number.
+        """
+        loss = self.settings.loss
+        trajectories = [set(row.trajectory_index_N.tolist()) for row in batch.rows]
+        apart = len(set().union(*trajectories)) == sum(map(len, trajectories))
+        if apart or not needs_whole_segments(loss):
+            return None
+        now_N = torch.cat(self._score(batch.rows))
+        old_N = now_N if batch.old_logprobs is None else torch.cat(batch.old_logprobs)
+        engine_N = torch.cat([row.engine_logprobs_N for row in batch.rows])
+        indices = {
+            "trajectory_index_N": torch.cat([row.trajectory_index_N for row in batch.rows]),
+            "turn_index_N": torch.cat([row.turn_index_N for row in batch.rows]),
+        }
+        ratio_N = segment_log_ratio(now_N - old_N, required(loss.ratio_level, "ratio_level"), **indices)
+        weight_N = sampler_weights(old_N - engine_N, loss, **indices)
+        return _cut(ratio_N, batch.rows), _cut(weight_N, batch.rows)
+
+    def _forward_backward(self, batch: _Prepared, record: _Record) -> None:
+        segments = self._whole_segments(batch)
         for index, row in enumerate(batch.rows):
             logprobs_N, entropy_N = trained_logprobs(self.model, row)
             inputs = LossInputs(
                 trainer_logprobs_N=logprobs_N,
                 old_logprobs_N=None if batch.old_logprobs is None else batch.old_logprobs[index],
                 engine_logprobs_N=row.engine_logprobs_N,
-                reference_logprobs_N=None,
                 advantages_N=row.advantages_N,
                 token_weights_N=batch.token_weights[index],
                 trajectory_index_N=row.trajectory_index_N,
                 turn_index_N=row.turn_index_N,
-                segment_log_ratio_N=None if segments is None else segments.log_ratio[index],
-                sampler_weight_N=None if segments is None else segments.sampler_weight[index],
+                segment_log_ratio_N=None if segments is None else segments[0][index],
+                sampler_weight_N=None if segments is None else segments[1][index],
             )
             result = policy_loss(inputs, self.settings.loss)
-            if not torch.isfinite(result.loss):
-                raise NonFiniteError(
-                    f"the loss of row {index} of {len(batch.rows)} is {float(result.loss.detach())} in optimizer step "
-                    f"{self.optimizer_step}; the weights are those of the step before, and the trajectories are in the run folder"
-                )
             result.loss.backward()  # type: ignore[no-untyped-call]
-            totals.add_sum("loss", result.loss)
-            totals.add("entropy", entropy_N.sum(), entropy_N.numel())
-            totals.add_all(result.metrics)
+            record.results.append(result)
+            record.losses.append(result.loss.detach())
+            record.entropies.append(entropy_N)
+        # One look per optimizer step: reading a number waits for the device.
+        total = torch.stack(record.losses[-len(batch.rows) :]).sum()
+        self._refuse_non_finite("loss", total)
 
-    def _optim_step(self, totals: Totals) -> None:
-        learning_rate = learning_rate_at(self.optimizer_step, self.settings)
+    def _optim_step(self, record: _Record) -> None:
+        record.learning_rate = learning_rate_at(self.optimizer_step, self.settings)
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = record.learning_rate
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        norm: Any = torch.nn.utils.clip_grad_norm_(trainable, self.settings.max_grad_norm)
-        if not torch.isfinite(norm):
-            self._optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteError(
-                f"the gradient norm is {float(norm)} in optimizer step {self.optimizer_step}; the weights are those of the step "
-                "before, and the trajectories are in the run folder"
-            )
+        norm = torch.nn.utils.clip_grad_norm_(trainable, self.settings.max_grad_norm)
+        self._refuse_non_finite("gradient norm", norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.optimizer_step += 1
-        totals.add("grad_norm", norm, 1)
-        totals.add("learning_rate", torch.tensor(learning_rate), 1)
+        record.grad_norms.append(norm.detach())
+
+    def _refuse_non_finite(self, what: str, value: Tensor) -> None:
+        if not torch.isfinite(value):
+            self._optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteError(
+                f"the {what} is {float(value)} in optimizer step {self.optimizer_step}, so training can't go on; the weights are "
+                "those of the step before, and this step's trajectories are in the run folder"
+            )
+
+
+def _cut(values_N: Tensor, rows: Sequence[RowTensors]) -> list[Tensor]:
+    """Values of all rows, back into rows."""
+    return list(values_N.split([len(row.targets_N) for row in rows]))

@@ -1,0 +1,119 @@
+"""Puts a run together. The only place that names concrete engines and bridges."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polyturn.config.schema import Recipe
+from polyturn.environments.base import Environment
+from polyturn.engine.base import Engine
+from polyturn.engine.hf import HfEngine
+from polyturn.errors import ConfigError, ModelError
+from polyturn.loop.tiny import TINY, ensure_tiny
+from polyturn.models.load import load_model, max_positions, model_folder
+from polyturn.rendering.renderer import Renderer
+from polyturn.trainer.settings import TrainerSettings
+from polyturn.trainer.trainer import Trainer
+from polyturn.weight_sync.base import WeightBridge
+from polyturn.weight_sync.in_process import InProcessBridge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A loaded model with the folder it came from and the renderer that goes with it."""
+
+    model: torch.nn.Module
+    folder: Path
+    renderer: Renderer
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is a GPU where there is one. Raises ConfigError for a device that isn't there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"trainer.device={name!r} is no device; use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise ConfigError(f"trainer.device={name} but this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu")
+    return device
+
+
+async def load_policy(recipe: Recipe, environment: Environment, say: Callable[[str], None], *, path: str | None = None) -> Policy:
+    """Load `path`, or the recipe's model; `builtin:tiny` is made when the cache doesn't hold it.
+
+    Raises:
+        ModelError: not loadable, or its context is shorter than `rollout.max_trajectory_tokens`.
+    """
+    if recipe.trainer.threads is not None:
+        torch.set_num_threads(recipe.trainer.threads)
+    path = path or recipe.model.path
+    folder = await ensure_tiny(recipe, environment, say) if path == TINY else model_folder(path)
+    longest = max_positions(folder)
+    if longest is not None and longest < recipe.rollout.max_trajectory_tokens:
+        raise ModelError(
+            f"rollout.max_trajectory_tokens={recipe.rollout.max_trajectory_tokens} is more than the {longest} positions of {path}; "
+            f"set it to {longest} or less"
+        )
+    template = None if recipe.model.chat_template is None else Path(recipe.model.chat_template)
+    renderer = Renderer.load(folder, chat_template=template)
+    device = choose_device(recipe.trainer.device)
+    model = load_model(folder, dtype=recipe.model.dtype, attention=recipe.model.attention, device=device)
+    return Policy(model=model, folder=folder, renderer=renderer)
+
+
+def build_engine(recipe: Recipe, model: torch.nn.Module) -> HfEngine:
+    """The `hf` engine over `model`, which it owns from then on."""
+    pad: Any = getattr(model.config, "pad_token_id", None)
+    return HfEngine(model, max_batch_size=recipe.engine.max_batch_size, pad_id=pad if isinstance(pad, int) else 0)
+
+
+def build_trainer(recipe: Recipe, model: torch.nn.Module) -> Trainer:
+    """The trainer of a resolved recipe."""
+    trainer = recipe.trainer
+    assert recipe.run.steps is not None, "resolve fills run.steps"
+    assert trainer.learning_rate is not None, "resolve fills trainer.learning_rate"
+    settings = TrainerSettings(
+        learning_rate=trainer.learning_rate,
+        loss=recipe.algorithm.loss_options,
+        total_optimizer_steps=recipe.run.steps * trainer.num_iterations * trainer.optimizer_steps_per_batch,
+        optimizer=trainer.optimizer,
+        betas=trainer.betas,
+        adam_epsilon=trainer.adam_epsilon,
+        weight_decay=trainer.weight_decay,
+        schedule=trainer.schedule,
+        warmup_steps=trainer.warmup_steps,
+        min_learning_rate_ratio=trainer.min_learning_rate_ratio,
+        max_grad_norm=trainer.max_grad_norm,
+        num_iterations=trainer.num_iterations,
+    )
+    return Trainer(model, settings)
+
+
+def build_engine_and_bridge(recipe: Recipe, trainer: Trainer) -> tuple[Engine, WeightBridge]:
+    """An engine with a copy of the policy, and the bridge that keeps the copy up to date."""
+    engine = build_engine(recipe, copy.deepcopy(trainer.model))
+    bridge = InProcessBridge(
+        trainer.weights,
+        engine,
+        verify_every=recipe.weight_sync.verify_every,
+        deadline_s=recipe.weight_sync.deadline_s,
+    )
+    return engine, bridge
+
+
+def quiet_libraries() -> None:
+    """Keep the tokenizer's fork warnings and transformers' progress bars out of a run's output."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()

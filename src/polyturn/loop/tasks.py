@@ -1,0 +1,42 @@
+"""Tasks of a recipe: from the environment itself, or from rows of the user's file."""
+
+from __future__ import annotations
+
+from polyturn.config.schema import Recipe
+from polyturn.data.rows import read_rows
+from polyturn.environments.base import Environment, TaskList
+from polyturn.errors import DataError
+from polyturn.types import Split, Task, TaskSource
+
+
+def load_tasks(recipe: Recipe, environment: Environment, split: Split) -> TaskSource:
+    """The tasks of a split. With `data.path` both splits come from files; without `data.eval_path` none are held out.
+
+    Raises:
+        DataError: every bad row, as `file:line: reason`, a line each; or a file that can't be read.
+    """
+    if recipe.data.path is None:
+        return environment.tasks(split, recipe.run.seed)
+    path = recipe.data.path if split == "train" else recipe.data.eval_path
+    return TaskList([]) if path is None else tasks_from_file(path, environment)
+
+
+def tasks_from_file(path: str, environment: Environment) -> TaskList:
+    """Tasks from the rows of a JSONL file, with ids `file:line`. Raises DataError naming every bad row."""
+    tasks: list[Task] = []
+    problems: list[str] = []
+    for where, row in read_rows(path):
+        try:
+            tasks.append(environment.task_from_row(row, where))
+        except DataError as error:
+            problems.append(f"{where}: {error}")
+    if problems:
+        raise DataError("\n".join(problems))
+    return TaskList(tasks)
+
+
+def held_out_tasks(recipe: Recipe, environment: Environment, episodes: int | None = None) -> list[Task]:
+    """The first `episodes` (the recipe's number when None) held-out tasks; fewer when there are no more."""
+    count = recipe.evaluation.episodes if episodes is None else episodes
+    source = load_tasks(recipe, environment, "eval")
+    return [source[index] for index in range(count if source.size is None else min(count, source.size))]
