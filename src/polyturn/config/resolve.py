@@ -1,0 +1,228 @@
+"""Derives every number a recipe leaves open, once, each with its reason, and refuses what can't train.
+
+Nothing below the command line derives a setting again: the resolved recipe is what every part is built from, and what the
+run saves.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString
+
+from polyturn.config.arithmetic import batch_arithmetic
+from polyturn.config.schema import LossOptions, Recipe
+from polyturn.errors import ConfigError
+
+_TINY_LEARNING_RATE = 3e-4
+_FULL_LEARNING_RATE = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """A recipe with nothing left to derive, and why each derived value is what it is, by dotted key."""
+
+    recipe: Recipe
+    reasons: Mapping[str, str]
+
+
+def resolve(recipe: Recipe, *, num_train_tasks: int | None) -> Resolved:
+    """Fill `recipe`. `num_train_tasks` is None for a source without end. Resolving a resolved recipe changes nothing.
+
+    Raises ConfigError with a sentence for everything that can't be trained, one a line: value, rule, fix.
+    """
+    reasons: dict[str, str] = {}
+    problems: list[str] = list(_refusals(recipe))
+    for derive in (_length, _learning_rate, _row_tokens, _warmup, _loss):
+        try:
+            recipe = derive(recipe, num_train_tasks, reasons)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return Resolved(recipe=recipe, reasons=reasons)
+
+
+def write_resolved(resolved: Resolved, path: str | Path) -> None:
+    """Write YAML that `load_recipe` reads back to the same recipe, each derived value under a comment with its reason.
+
+    The file appears whole or not at all. Raises ConfigError for an argument that YAML can't hold.
+    """
+    tree = CommentedMap()
+    tree.yaml_set_start_comment("Every setting of this run. The values under a comment were derived; the comment says why.")
+    for name, section in resolved.recipe.model_dump().items():
+        tree[name] = _commented(section, (name,), resolved.reasons)
+    yaml = YAML()
+    yaml.width = 1_000_000
+    yaml.representer.add_representer(
+        type(None), lambda representer, _: representer.represent_scalar("tag:yaml.org,2002:null", "null")
+    )
+    text = io.StringIO()
+    yaml.dump(tree, text)
+    target = Path(path)
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    draft.write_text(text.getvalue(), encoding="utf-8")
+    draft.replace(target)
+
+
+def _refusals(recipe: Recipe) -> Iterator[str]:
+    """Settings that can't be trained with, whatever is derived."""
+    rollout, trainer = recipe.rollout, recipe.trainer
+    if rollout.group_size == 1:
+        yield "rollout.group_size=1: a trajectory is compared with its siblings, so a group has 2 or more; 8 is usual"
+    truncating = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k > 0, "min_p": rollout.min_p > 0}
+    if any(truncating.values()) and not rollout.allow_truncated_sampling:
+        named = " ".join(f"rollout.{key}={getattr(rollout, key):g}" for key, truncates in truncating.items() if truncates)
+        yield (
+            f"{named}: tokens are then sampled from a distribution that the trainer's probabilities know nothing of, "
+            "and importance ratios are wrong; remove it, or set rollout.allow_truncated_sampling=true"
+        )
+    if rollout.max_turn_tokens > rollout.max_trajectory_tokens:
+        yield (
+            f"rollout.max_turn_tokens={rollout.max_turn_tokens}: one turn can't be longer than the trajectory, "
+            f"rollout.max_trajectory_tokens={rollout.max_trajectory_tokens}; set max_turn_tokens to that or less"
+        )
+    if trainer.optimizer_steps_per_batch > rollout.groups_per_step:
+        yield (
+            f"trainer.optimizer_steps_per_batch={trainer.optimizer_steps_per_batch}: a batch is cut by whole groups and has "
+            f"rollout.groups_per_step={rollout.groups_per_step} of them; set it to {rollout.groups_per_step} or less"
+        )
+
+
+def _length(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
+    """`run.steps` from `run.epochs`, or the other way round."""
+    run, groups = recipe.run, recipe.rollout.groups_per_step
+    if num_train_tasks is not None and num_train_tasks < 1:
+        raise ConfigError(
+            f"data: {num_train_tasks} training tasks; there must be at least 1: check data.path and environment.args"
+        )
+    if run.epochs is None and run.steps is None:
+        raise ConfigError("run.steps and run.epochs are both missing; give one of them, such as run.steps=200")
+    if num_train_tasks is None:
+        if run.epochs is not None:
+            raise ConfigError(
+                f"run.epochs={run.epochs:g}: the training tasks have no end, so there are no epochs; give run.steps"
+            )
+        return recipe
+    if run.epochs is None:
+        assert run.steps is not None, "one of steps and epochs is given"
+        reasons["run.epochs"] = f"{run.steps} steps x {groups} tasks / {num_train_tasks} training tasks"
+        return _with(recipe, "run", epochs=run.steps * groups / num_train_tasks)
+    steps = math.ceil(run.epochs * num_train_tasks / groups * (1 - 1e-12))
+    if run.steps is None:
+        reasons["run.steps"] = f"{run.epochs:g} epochs x {num_train_tasks} training tasks / {groups} tasks a step, rounded up"
+        return _with(recipe, "run", steps=steps)
+    if run.steps != steps:
+        raise ConfigError(
+            f"run.steps={run.steps} and run.epochs={run.epochs:g} disagree: {run.epochs:g} epochs of {num_train_tasks} tasks "
+            f"are {steps} steps of {groups}; set one of the two to null"
+        )
+    return recipe
+
+
+def _learning_rate(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
+    if recipe.trainer.learning_rate is not None:
+        return recipe
+    tiny = recipe.model.path == "builtin:tiny"
+    what = "builtin:tiny" if tiny else "training all weights of a pretrained model"
+    reasons["trainer.learning_rate"] = f"the usual one for {what}"
+    return _with(recipe, "trainer", learning_rate=_TINY_LEARNING_RATE if tiny else _FULL_LEARNING_RATE)
+
+
+def _row_tokens(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
+    """A row must hold the longest trajectory; the default grows with it, a value that was given is refused."""
+    longest, row_tokens = recipe.rollout.max_trajectory_tokens, recipe.trainer.row_tokens
+    if row_tokens >= longest:
+        return recipe
+    if "row_tokens" in recipe.trainer.model_fields_set:
+        raise ConfigError(
+            f"trainer.row_tokens={row_tokens}: a row must hold a whole trajectory, of rollout.max_trajectory_tokens={longest}; "
+            f"set trainer.row_tokens={longest}, or rollout.max_trajectory_tokens={row_tokens}"
+        )
+    reasons["trainer.row_tokens"] = f"a row must hold a whole trajectory, of rollout.max_trajectory_tokens={longest}"
+    return _with(recipe, "trainer", row_tokens=longest)
+
+
+def _warmup(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
+    """The warm-up must end within the run; the default shrinks with it, a value that was given is refused."""
+    warmup, total = recipe.trainer.warmup_steps, batch_arithmetic(recipe, num_train_tasks).optimizer_steps
+    if total is None or warmup <= total:
+        return recipe
+    if "warmup_steps" in recipe.trainer.model_fields_set:
+        raise ConfigError(
+            f"trainer.warmup_steps={warmup}: the warm-up is longer than the run, which makes {total} optimizer steps; "
+            f"set trainer.warmup_steps={total} or less, or a longer run"
+        )
+    reasons["trainer.warmup_steps"] = f"the run makes only {total} optimizer steps"
+    return _with(recipe, "trainer", warmup_steps=total)
+
+
+def _loss(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
+    """Every axis of the loss: from the recipe, else from its preset, else from engine and token budget."""
+    from polyturn.config.presets import resolve_loss
+
+    rollout, algorithm, every_steps = recipe.rollout, recipe.algorithm, recipe.weight_sync.every_steps
+    budget = batch_arithmetic(recipe, num_train_tasks).max_sampled_tokens_per_trajectory
+    in_step = recipe.engine.kind == "hf" and every_steps == 1
+    given = algorithm.loss_options
+    filled: LossOptions = resolve_loss(
+        algorithm.loss, given, fixed_length=budget, default_correction="none" if in_step else "tis"
+    )
+    special = {
+        "fixed_length": f"token budget of a trajectory: {rollout.max_turns} turns x {rollout.max_turn_tokens} tokens, "
+        f"at most rollout.max_trajectory_tokens={rollout.max_trajectory_tokens}",
+        "sampler_correction": "the engine samples with the trainer's own weights"
+        if in_step
+        else f"weights are pushed every {every_steps} steps, so the engine's probabilities lag behind the trainer's",
+    } | dict.fromkeys(
+        ("sampler_level", "sampler_low", "sampler_high"), f"usual with sampler_correction={filled.sampler_correction}"
+    )
+    for name in LossOptions.model_fields:
+        if getattr(given, name) is None and getattr(filled, name) is not None:
+            reasons[f"algorithm.loss_options.{name}"] = special.get(name, f"preset {algorithm.loss}")
+    return _with(recipe, "algorithm", loss_options=filled)
+
+
+def _with(recipe: Recipe, section: str, **values: Any) -> Recipe:
+    """`recipe` with some values of one section replaced."""
+    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=values)})
+
+
+def _commented(values: Mapping[str, Any], path: tuple[str, ...], reasons: Mapping[str, str]) -> CommentedMap:
+    """A section as ruamel writes it, with the reasons above their keys."""
+    tree = CommentedMap()
+    for name, value in values.items():
+        here = (*path, name)
+        is_section = path == ("algorithm",) and name == "loss_options"
+        tree[name] = _commented(value, here, reasons) if is_section else _plain(value, here)
+        reason = reasons.get(".".join(here))
+        if reason:
+            printable = "".join(letter if letter.isprintable() else "?" for letter in reason)
+            tree.yaml_set_comment_before_after_key(name, before=printable, indent=2 * len(path))
+    return tree
+
+
+def _plain(value: Any, path: tuple[str, ...]) -> Any:
+    """`value` in the types that YAML has. Raises ConfigError for any other."""
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise ConfigError(f"{'.'.join(path)}: the key {key!r} is not text; a recipe has text keys only")
+        return {_plain(key, path): _plain(inner, (*path, key)) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, path) for inner in value]
+    if isinstance(value, str) and not value.isprintable():
+        return DoubleQuotedScalarString(value)  # ruamel writes U+0085 and its like bare, and reads them as line ends
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ConfigError(
+        f"{'.'.join(path)}: a {type(value).__name__} can't be written to a recipe; give text, numbers, lists or mappings"
+    )

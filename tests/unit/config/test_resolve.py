@@ -1,0 +1,237 @@
+"""`resolve` derives each open value with a reason, refuses what can't train, and its file reads back as it was."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from polyturn.config.load import load_recipe
+from polyturn.config.resolve import Resolved, resolve, write_resolved
+from polyturn.config.schema import Recipe
+from polyturn.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("presets")
+
+
+def recipe(**sections) -> Recipe:
+    return Recipe.model_validate(
+        {"model": {"path": "builtin:tiny"}, "environment": {"id": "lookup"}, "run": {"steps": 200}} | sections
+    )
+
+
+def refusals(made: Recipe, num_train_tasks: int | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        resolve(made, num_train_tasks=num_train_tasks)
+    return str(caught.value).split("\n")
+
+
+def test_steps_give_epochs():
+    resolved = resolve(recipe(), num_train_tasks=1000)
+    assert resolved.recipe.run.epochs == 3.2
+    assert resolved.reasons["run.epochs"] == "200 steps x 16 tasks / 1000 training tasks"
+
+
+@pytest.mark.parametrize(
+    ("epochs", "tasks", "steps"), [(1.0, 160, 10), (1.0, 161, 11), (0.5, 100, 4), (1e-9, 10, 1), (3.2, 1000, 200)]
+)
+def test_epochs_give_steps_rounded_up(epochs, tasks, steps):
+    resolved = resolve(recipe(run={"epochs": epochs}), num_train_tasks=tasks)
+    assert resolved.recipe.run.steps == steps
+    assert resolved.reasons["run.steps"].endswith("rounded up")
+
+
+def test_a_source_without_end_has_steps_only():
+    resolved = resolve(recipe(), num_train_tasks=None)
+    assert resolved.recipe.run.epochs is None
+    assert resolved.recipe.run.steps == 200
+    assert refusals(recipe(run={"epochs": 2.0})) == [
+        "run.epochs=2: the training tasks have no end, so there are no epochs; give run.steps"
+    ]
+
+
+def test_a_length_is_needed():
+    assert refusals(recipe(run={}), 10) == [
+        "run.steps and run.epochs are both missing; give one of them, such as run.steps=200"
+    ]
+
+
+def test_steps_and_epochs_that_disagree_are_refused():
+    assert refusals(recipe(run={"steps": 7, "epochs": 1.0}), 160) == [
+        "run.steps=7 and run.epochs=1 disagree: 1 epochs of 160 tasks are 10 steps of 16; set one of the two to null"
+    ]
+    assert resolve(recipe(run={"steps": 10, "epochs": 1.0}), num_train_tasks=160).recipe.run.steps == 10
+
+
+def test_no_training_tasks_is_refused():
+    assert refusals(recipe(), 0)[0].startswith("data: 0 training tasks; there must be at least 1")
+
+
+@pytest.mark.parametrize(("path", "rate"), [("builtin:tiny", 3e-4), ("some/model", 1e-6)])
+def test_learning_rate_follows_the_model(path, rate):
+    resolved = resolve(recipe(model={"path": path}), num_train_tasks=None)
+    assert resolved.recipe.trainer.learning_rate == rate
+    assert "trainer.learning_rate" in resolved.reasons
+
+
+def test_values_that_were_given_stay_and_have_no_reason():
+    made = recipe(
+        trainer={"learning_rate": 0.5},
+        algorithm={"loss_options": {"fixed_length": 7, "sampler_correction": "icepop", "clip_low": 0.1}},
+    )
+    resolved = resolve(made, num_train_tasks=None)
+    assert resolved.recipe.trainer.learning_rate == 0.5
+    options = resolved.recipe.algorithm.loss_options
+    assert (options.fixed_length, options.sampler_correction, options.clip_low) == (7, "icepop", 0.1)
+    given = {"trainer.learning_rate", "algorithm.loss_options.fixed_length", "algorithm.loss_options.clip_low"}
+    assert not given & set(resolved.reasons)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "length"),
+    [({}, 8 * 256), ({"max_turns": 100}, 4096), ({"max_turns": 2, "max_turn_tokens": 10}, 20)],
+)
+def test_fixed_length_is_the_token_budget(rollout, length):
+    resolved = resolve(recipe(rollout=rollout), num_train_tasks=None)
+    assert resolved.recipe.algorithm.loss_options.fixed_length == length
+    assert "token budget" in resolved.reasons["algorithm.loss_options.fixed_length"]
+
+
+@pytest.mark.parametrize(("every_steps", "correction"), [(1, "none"), (2, "tis")])
+def test_correction_follows_the_lag(every_steps, correction):
+    resolved = resolve(recipe(weight_sync={"every_steps": every_steps}), num_train_tasks=None)
+    assert resolved.recipe.algorithm.loss_options.sampler_correction == correction
+
+
+def test_every_derived_value_has_a_reason_and_nothing_else_has():
+    made = recipe()
+    resolved = resolve(made, num_train_tasks=100)
+    before, after = made.model_dump(), resolved.recipe.model_dump()
+    changed = set()
+    for section, values in after.items():
+        for key, value in values.items():
+            if key == "loss_options":
+                changed |= {f"algorithm.loss_options.{name}" for name in value if before[section][key][name] != value[name]}
+            elif before[section][key] != value:
+                changed.add(f"{section}.{key}")
+    assert changed == set(resolved.reasons)
+
+
+def test_default_row_and_warmup_fit_themselves():
+    resolved = resolve(recipe(run={"steps": 3}, rollout={"max_trajectory_tokens": 5000}), num_train_tasks=None)
+    assert resolved.recipe.trainer.row_tokens == 5000
+    assert resolved.recipe.trainer.warmup_steps == 3
+    assert {"trainer.row_tokens", "trainer.warmup_steps"} <= set(resolved.reasons)
+    short = resolve(recipe(rollout={"max_trajectory_tokens": 512}), num_train_tasks=None)
+    assert short.recipe.trainer.row_tokens == 1024
+
+
+@pytest.mark.parametrize(
+    ("sections", "parts"),
+    [
+        ({"rollout": {"group_size": 1}}, ["rollout.group_size=1", "siblings", "2 or more"]),
+        ({"rollout": {"top_p": 0.9, "top_k": 50}}, ["rollout.top_p=0.9 rollout.top_k=50", "allow_truncated_sampling=true"]),
+        ({"rollout": {"min_p": 0.1}}, ["rollout.min_p=0.1"]),
+        (
+            {"rollout": {"max_turn_tokens": 600, "max_trajectory_tokens": 512}},
+            ["rollout.max_turn_tokens=600", "rollout.max_trajectory_tokens=512"],
+        ),
+        (
+            {"rollout": {"groups_per_step": 4}, "trainer": {"optimizer_steps_per_batch": 5}},
+            ["trainer.optimizer_steps_per_batch=5", "set it to 4 or less"],
+        ),
+        (
+            {"trainer": {"row_tokens": 4095}},
+            ["trainer.row_tokens=4095", "set trainer.row_tokens=4096, or rollout.max_trajectory_tokens=4095"],
+        ),
+        (
+            {"run": {"steps": 4}, "trainer": {"warmup_steps": 9, "num_iterations": 2}},
+            ["trainer.warmup_steps=9", "8 optimizer steps", "set trainer.warmup_steps=8 or less"],
+        ),
+    ],
+)
+def test_refusals_have_value_rule_and_fix(sections, parts):
+    (line,) = refusals(recipe(**sections))
+    assert all(part in line for part in parts), line
+
+
+def test_refusals_come_all_at_once():
+    made = recipe(run={}, rollout={"group_size": 1, "top_k": 3}, trainer={"row_tokens": 64})
+    assert len(refusals(made)) == 4
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"rollout": {"top_p": 0.9, "allow_truncated_sampling": True}},
+        {"rollout": {"max_turn_tokens": 4096}},
+        {"rollout": {"groups_per_step": 4}, "trainer": {"optimizer_steps_per_batch": 4}},
+        {"trainer": {"row_tokens": 4096}},
+        {"run": {"steps": 4}, "trainer": {"warmup_steps": 8, "num_iterations": 2}},
+    ],
+)
+def test_values_at_the_edge_are_accepted(sections):
+    resolve(recipe(**sections), num_train_tasks=None)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("polyturn.config.presets") is None, reason="polyturn.config.presets is not there")
+def test_an_unknown_preset_is_refused_with_the_rest():
+    lines = refusals(recipe(rollout={"group_size": 1}, algorithm={"loss": "grop"}))
+    assert len(lines) == 2
+    assert "grop" in lines[1]
+
+
+def test_the_written_file_reads_back_and_resolves_to_itself(tmp_path):
+    resolved = resolve(recipe(), num_train_tasks=7473)
+    path = tmp_path / "recipe.yaml"
+    write_resolved(resolved, path)
+    again = load_recipe(path)
+    assert again == resolved.recipe
+    assert resolve(again, num_train_tasks=7473) == Resolved(recipe=again, reasons={})
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_reasons_stand_right_above_their_keys(tmp_path):
+    resolved = resolve(recipe(), num_train_tasks=100)
+    path = tmp_path / "recipe.yaml"
+    write_resolved(resolved, path)
+    lines = path.read_text().split("\n")
+    for dotted, reason in resolved.reasons.items():
+        (index,) = [
+            index
+            for index, line in enumerate(lines)
+            if line.strip() == f"# {reason}" and lines[index + 1].strip().startswith(f"{dotted.split('.')[-1]}:")
+        ]
+        assert len(lines[index]) - len(lines[index].lstrip()) == 2 * dotted.count(".")
+    assert "learning_rate: 0.0003" in path.read_text()
+
+
+_text = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | _text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_text.filter(lambda key: key != "<<"), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    args=st.dictionaries(_text.filter(lambda key: key != "<<"), _json, max_size=3),
+    name=_text,
+    rate=st.floats(min_value=1e-300, max_value=1e300),
+    reason=_text,
+)
+def test_any_recipe_survives_the_file(tmp_path, args, name, rate, reason):
+    made = recipe(environment={"id": name, "args": args}, trainer={"learning_rate": rate})
+    path = tmp_path / "recipe.yaml"
+    write_resolved(Resolved(recipe=made, reasons={"trainer.learning_rate": reason}), path)
+    assert load_recipe(path) == made
+
+
+@pytest.mark.parametrize("value", [object(), {1: 2}, {"a": {None: 1}}, {3, 4}])
+def test_an_argument_that_yaml_cannot_hold_is_named(tmp_path, value):
+    made = recipe(environment={"id": "e", "args": {"x": value}})
+    with pytest.raises(ConfigError, match=r"environment\.args\.x"):
+        write_resolved(Resolved(recipe=made, reasons={}), tmp_path / "recipe.yaml")
