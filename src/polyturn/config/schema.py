@@ -213,6 +213,8 @@ class WeightSyncSection(Section):
     """Compare checksums at the first push and every N pushes."""
     deadline_s: float = Field(default=60.0, gt=0)
     """A push that takes longer ends the run."""
+    max_mismatch: float | None = Field(default=0.3, gt=0)
+    """Largest mean difference between engine and trainer log-probabilities of fresh samples; above it the run ends. null: no limit."""
 
 
 class EvaluationSection(Section):

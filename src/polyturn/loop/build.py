@@ -95,7 +95,8 @@ def build_trainer(recipe: Recipe, model: torch.nn.Module) -> Trainer:
         max_grad_norm=trainer.max_grad_norm,
         num_iterations=trainer.num_iterations,
     )
-    return Trainer(model, settings)
+    reference = copy.deepcopy(model).requires_grad_(False) if settings.loss.beta > 0 else None
+    return Trainer(model, settings, reference=reference)
 
 
 def build_engine_and_bridge(recipe: Recipe, trainer: Trainer) -> tuple[Engine, WeightBridge]:

@@ -34,6 +34,7 @@ class _Prepared:
     token_weights: list[Tensor]
     old_logprobs: list[Tensor] | None
     """The policy's before the first optimizer step on this batch; None where this forward is that policy."""
+    reference_logprobs: list[Tensor] | None
     policy_age: float
 
 
@@ -59,10 +60,17 @@ class _Record:
 
 
 class Trainer:
-    """Owns the policy being trained. `version` counts batches trained on: the version that a push would carry."""
+    """Owns the policy being trained. `version` counts batches trained on: the version that a push would carry.
 
-    def __init__(self, model: torch.nn.Module, settings: TrainerSettings, *, version: int = 0) -> None:
+    `reference` is the frozen policy of the KL term; without one `settings.loss.beta` must be 0.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, settings: TrainerSettings, *, reference: torch.nn.Module | None = None, version: int = 0
+    ) -> None:
+        assert reference is not None or settings.loss.beta == 0, "a KL term needs a reference"
         self.model = model
+        self._reference = reference.eval() if reference is not None else None
         self.settings = settings
         self.version = version
         self.optimizer_step = 0
@@ -126,13 +134,10 @@ class Trainer:
         return _Prepared(
             rows=rows,
             token_weights=_cut(torch.from_numpy(weights).float().to(self._device), rows),
-            old_logprobs=self._score(rows) if keep_old else None,
+            old_logprobs=_score(self.model, rows) if keep_old else None,
+            reference_logprobs=None if self._reference is None else _score(self._reference, rows),
             policy_age=float(ages.mean()),
         )
-
-    @torch.no_grad()
-    def _score(self, rows: Sequence[RowTensors]) -> list[Tensor]:
-        return [trained_logprobs(self.model, row)[0] for row in rows]
 
     def _whole_segments(self, batch: _Prepared) -> tuple[list[Tensor], list[Tensor]] | None:
         """Ratio and sampler weight over whole turns or trajectories, where their tokens lie in several rows.
@@ -144,7 +149,7 @@ class Trainer:
         apart = len(set().union(*trajectories)) == sum(map(len, trajectories))
         if apart or not needs_whole_segments(loss):
             return None
-        now_N = torch.cat(self._score(batch.rows))
+        now_N = torch.cat(_score(self.model, batch.rows))
         old_N = now_N if batch.old_logprobs is None else torch.cat(batch.old_logprobs)
         engine_N = torch.cat([row.engine_logprobs_N for row in batch.rows])
         indices = {
@@ -163,6 +168,7 @@ class Trainer:
                 trainer_logprobs_N=logprobs_N,
                 old_logprobs_N=None if batch.old_logprobs is None else batch.old_logprobs[index],
                 engine_logprobs_N=row.engine_logprobs_N,
+                reference_logprobs_N=None if batch.reference_logprobs is None else batch.reference_logprobs[index],
                 advantages_N=row.advantages_N,
                 token_weights_N=batch.token_weights[index],
                 trajectory_index_N=row.trajectory_index_N,
@@ -198,6 +204,12 @@ class Trainer:
                 f"the {what} is {float(value)} in optimizer step {self.optimizer_step}, so training can't go on; the weights are "
                 "those of the step before, and this step's trajectories are in the run folder"
             )
+
+
+@torch.no_grad()
+def _score(model: torch.nn.Module, rows: Sequence[RowTensors]) -> list[Tensor]:
+    """Log-probabilities of the trained tokens, row by row, without gradient."""
+    return [trained_logprobs(model, row)[0] for row in rows]
 
 
 def _cut(values_N: Tensor, rows: Sequence[RowTensors]) -> list[Tensor]:

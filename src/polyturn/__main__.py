@@ -1,0 +1,7 @@
+"""`python -m polyturn`."""
+
+import sys
+
+from polyturn.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,56 @@
+"""`polyturn env list` and `polyturn env check ID [key=value ...]`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def register(verbs: Any) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser("env", help="list and check environments", description="List environments, or check one.")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="environments that recipes can name", description="List built-in environments.")
+    listing.set_defaults(run=run_list)
+    checking = actions.add_parser(
+        "check",
+        help="hold an environment to its contract",
+        description="Play an environment by hand: gold replies must score full marks, empty ones must not; an episode is printed.",
+    )
+    checking.add_argument("id", metavar="ID", help="a name of `polyturn env list`, or package.module:Class")
+    checking.add_argument("arguments", metavar="key=value", nargs="*", help="arguments of the environment")
+    checking.add_argument("--seed", type=int, default=0, help="seed of the tasks (default 0)")
+    checking.set_defaults(run=run_check)
+
+
+def run_list(args: argparse.Namespace) -> int:
+    """One line an environment, with its arguments."""
+    import inspect
+
+    from polyturn.environments.registry import environment_class, environment_names
+
+    for name in environment_names():
+        cls = environment_class(name)
+        summary = (inspect.getdoc(cls) or "").partition("\n")[0]
+        defaults = " ".join(f"{key}={value.default}" for key, value in inspect.signature(cls).parameters.items())
+        print(f"{name:<16} {summary}\n{'':<16} {defaults}")
+    return 0
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Exit 0 when every rule holds, 2 when one is broken."""
+    import asyncio
+
+    from polyturn.config.load import parse_assignments
+    from polyturn.environments.contract import check_contract, show
+    from polyturn.environments.registry import build_environment
+
+    environment = build_environment(args.id, parse_assignments(args.arguments))
+    report = asyncio.run(check_contract(environment, seed=args.seed))
+    if report.shown is not None:
+        print(show(report.shown))
+    for line in report.passed:
+        print(f"ok      {line}")
+    for line in report.failed:
+        print(f"BROKEN  {line}")
+    return 2 if report.failed else 0

@@ -1,0 +1,78 @@
+"""`polyturn train RECIPE.yaml [section.key=value ...] [--dry-run]`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyturn.cli.recipe_args import add_recipe, read_recipe
+
+if TYPE_CHECKING:
+    from polyturn.loop.check import Checked
+    from polyturn.loop.sync import Outcome
+
+
+def register(verbs: Any) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser("train", help="train a policy", description="Train a policy by the recipe, on this machine.")
+    add_recipe(parser)
+    parser.add_argument("--dry-run", action="store_true", help="check everything, write the resolved recipe, train nothing")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check, then train."""
+    from polyturn.loop.check import check
+
+    checked = check(read_recipe(args))
+    for line in _arithmetic(checked):
+        print(line)
+    return _dry_run(checked) if args.dry_run else _train(checked)
+
+
+def _arithmetic(checked: Checked) -> list[str]:
+    from polyturn.config.arithmetic import batch_arithmetic
+
+    return list(batch_arithmetic(checked.recipe, checked.train_tasks.size).sentences())
+
+
+def _dry_run(checked: Checked) -> int:
+    from polyturn.config.resolve import write_resolved
+
+    target = Path(checked.recipe.run.output_dir) / f"{checked.recipe.run.name}.resolved.yaml"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_resolved(checked.resolved, target)
+    print(f"dry run: everything that can be checked before a model loads is right; resolved recipe: {target}")
+    return 0
+
+
+def _train(checked: Checked) -> int:
+    import asyncio
+
+    from polyturn.loop.build import quiet_libraries
+    from polyturn.loop.sync import build_run, train
+    from polyturn.metrics.logs import setup_logging
+    from polyturn.metrics.run_folder import RunFolder
+    from polyturn.metrics.sinks import open_log
+
+    recipe = checked.recipe
+    setup_logging(recipe.run.log_level)
+    quiet_libraries()
+    folder = RunFolder.create(recipe.run.output_dir, recipe.run.name)
+    print(f"run folder: {folder.path}")
+
+    async def whole() -> Outcome:
+        with open_log(folder, total_steps=recipe.run.steps) as log:
+            return await train(await build_run(checked, folder, log, log.say))
+
+    _report(asyncio.run(whole()))
+    return 0
+
+
+def _report(outcome: Outcome) -> None:
+    for mode, after in outcome.after.items():
+        before = outcome.before[mode]
+        print(f"held-out success, {mode}: before {before.success}, after {after.success}")
+    print(f"run: {outcome.folder}")
+    print(f"exported model: {outcome.export}")

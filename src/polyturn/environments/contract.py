@@ -1,0 +1,154 @@
+"""What every environment must do, checked by playing it: `polyturn env check` prints this, and the contract tests demand it.
+
+No model and no tokens are involved: replies are typed in by the check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from polyturn.environments.base import Environment, Reply
+from polyturn.errors import EnvironmentSetupError
+from polyturn.types import Message, Task
+
+NUM_TASKS = 8
+MAX_TURNS = 64
+DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """One episode played by hand."""
+
+    task: Task
+    transcript: tuple[Message, ...]
+    turn_rewards: tuple[float, ...]
+    outcome: dict[str, float | None]
+    done: bool
+
+    @property
+    def score(self) -> float:
+        """Sum of the outcome components."""
+        return sum(value for value in self.outcome.values() if value is not None)
+
+
+@dataclass(slots=True)
+class ContractReport:
+    """What the check found: one line per rule, and an episode to look at."""
+
+    passed: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    shown: Episode | None = None
+
+    def rule(self, name: str, problem: str | None) -> None:
+        """Count a rule as kept, or as broken with the reason."""
+        (self.failed if problem else self.passed).append(f"{name}: {problem}" if problem else name)
+
+
+async def play_by_hand(environment: Environment, task: Task, replies: Sequence[str], *, repeat: bool = False) -> Episode:
+    """Play `replies` in order until the environment is done; `repeat` says the last one again and again.
+
+    Raises whatever the environment raises.
+    """
+    state = await _call(environment.setup, task)
+    transcript, rewards, done = list(task.messages), [], False
+    try:
+        for turn in range(MAX_TURNS if repeat else len(replies)):
+            text = replies[min(turn, len(replies) - 1)]
+            transcript.append(Message(role="assistant", content=text))
+            result = await _call(environment.step, state, Reply(text=text))
+            rewards.append(result.reward)
+            transcript.extend(result.messages)
+            done = result.done
+            if done:
+                break
+        outcome = dict(await _call(environment.rewards, state))
+    finally:
+        await _call(environment.close, state)
+    return Episode(task=task, transcript=tuple(transcript), turn_rewards=tuple(rewards), outcome=outcome, done=done)
+
+
+async def check_contract(environment: Environment, *, seed: int = 0) -> ContractReport:
+    """Hold `environment` to its contract on the first tasks of both splits. An exception is a broken rule, not an error."""
+    report = ContractReport()
+    train, held_out = environment.tasks("train", seed), environment.tasks("eval", seed)
+    if train.size == 0:
+        raise EnvironmentSetupError(f"environment {environment.name} has no training tasks")
+    tasks = [source[index] for source in (train, held_out) for index in range(min(NUM_TASKS, source.size or NUM_TASKS))]
+    report.rule("the same index gives the same task", _repeatable(environment, seed))
+    report.rule("held-out tasks do not depend on the seed", _held_out_fixed(environment, seed))
+    report.rule("task ids are unique", None if len({task.id for task in tasks}) == len(tasks) else "two tasks share an id")
+    longest: Episode | None = None
+    problems: dict[str, str | None] = {name: None for name in ("gold", "empty", "demonstration")}
+    for task in tasks:
+        for name in problems:
+            try:
+                episode = await _scripted(environment, task, name)
+            except Exception as error:
+                problems[name] = problems[name] or f"task {task.id} raised {type(error).__name__}: {error}"
+                continue
+            problems[name] = problems[name] or _judge(environment, episode, name)
+            if name == "gold" and (longest is None or len(episode.transcript) > len(longest.transcript)):
+                longest = episode
+    report.rule("the gold replies score full marks", problems["gold"])
+    report.rule("empty replies do not score full marks", problems["empty"])
+    report.rule("a demonstration plays to its end", problems["demonstration"])
+    report.shown = longest
+    return report
+
+
+def show(episode: Episode) -> str:
+    """An episode as text, with the reward of each turn and the outcome."""
+    lines, turn = [f"task {episode.task.id} (answer: {episode.task.answer})"], 0
+    for message in episode.transcript:
+        reward = ""
+        if message.role == "assistant":
+            reward = f"    reward {episode.turn_rewards[turn]:g}"
+            turn += 1
+        lines.append(f"  {message.role + ':':<10} {message.content}{reward}")
+    outcome = ", ".join(f"{name}={value}" for name, value in episode.outcome.items())
+    return "\n".join([*lines, f"  {'outcome:':<10} {outcome}"])
+
+
+async def _scripted(environment: Environment, task: Task, name: str) -> Episode:
+    if name == "empty":
+        return await play_by_hand(environment, task, [""], repeat=True)
+    replies = environment.gold(task) if name == "gold" else environment.demonstrations(task, random.Random(task.id))
+    return await play_by_hand(environment, task, replies)
+
+
+def _judge(environment: Environment, episode: Episode, name: str) -> str | None:
+    full = episode.score >= environment.full_marks - 1e-6
+    if name == "empty":
+        return f"task {episode.task.id} gives {episode.score:g} for saying nothing" if full else None
+    if not episode.done:
+        return f"task {episode.task.id} is not done after the last reply"
+    if name == "gold" and not full:
+        return f"task {episode.task.id} scores {episode.score:g} of {environment.full_marks:g}"
+    return None
+
+
+def _repeatable(environment: Environment, seed: int) -> str | None:
+    first, again = environment.tasks("train", seed), environment.tasks("train", seed)
+    count = min(NUM_TASKS, first.size or NUM_TASKS)
+    wrong = next((index for index in range(count) if first[index] != again[index] or first[index] != first[index]), None)
+    return None if wrong is None else f"training task {wrong} differs when asked for again"
+
+
+def _held_out_fixed(environment: Environment, seed: int) -> str | None:
+    first, other = environment.tasks("eval", seed), environment.tasks("eval", seed + 1)
+    if first.size != other.size:
+        return f"{first.size} tasks with seed {seed}, {other.size} with seed {seed + 1}"
+    wrong = next((index for index in range(min(NUM_TASKS, first.size or NUM_TASKS)) if first[index] != other[index]), None)
+    return None if wrong is None else f"held-out task {wrong} changes with the seed"
+
+
+async def _call(method: Any, *arguments: Any) -> Any:
+    """Call a method of an environment, coroutine or not, within the check's deadline."""
+    if asyncio.iscoroutinefunction(method):
+        return await asyncio.wait_for(method(*arguments), DEADLINE_S)
+    return method(*arguments)

@@ -1,0 +1,197 @@
+"""The synchronous loop: the reference, and the page to read first.
+
+    take tasks ─> roll out groups ─> credit every turn ─> assemble, filter, pack ─> train ─> push the weights ─> report
+
+One step ends before the next begins, so every sample is from the newest weights the engine has. Everything that computes
+runs in a thread, so that the event loop always answers and every wait has its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from polyturn.advantages.base import GroupAdvantages
+from polyturn.config.resolve import write_resolved
+from polyturn.engine.base import Engine
+from polyturn.errors import TrainingError
+from polyturn.loop.build import Policy, build_engine_and_bridge, build_trainer, load_policy
+from polyturn.loop.check import Checked
+from polyturn.loop.evaluate import Evaluation, evaluate
+from polyturn.loop.step import BatchReport, DropGuard, build_batches, make_groups, player_for
+from polyturn.metrics.run_folder import RunFolder
+from polyturn.metrics.sinks import MetricsLog
+from polyturn.metrics.spans import Spans
+from polyturn.models.load import export_model
+from polyturn.rollouts.record import to_json, write_trajectories
+from polyturn.trainer.trainer import Trainer
+from polyturn.types import TrainBatch, TrajectoryGroup
+from polyturn.data.stream import TaskStream
+from polyturn.weight_sync.base import WeightBridge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A training run, put together: what `train` drives."""
+
+    checked: Checked
+    folder: RunFolder
+    policy: Policy
+    trainer: Trainer
+    engine: Engine
+    bridge: WeightBridge
+    stream: TaskStream
+    log: MetricsLog
+    guard: DropGuard
+    say: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended: held-out success before and after, by mode, and where everything lies."""
+
+    before: dict[str, Evaluation]
+    after: dict[str, Evaluation]
+    folder: Path
+    export: Path
+
+
+async def build_run(checked: Checked, folder: RunFolder, log: MetricsLog, say: Callable[[str], None]) -> Run:
+    """Load the policy and build trainer, engine and bridge around it. Raises UserError for what can't be loaded."""
+    recipe = checked.recipe
+    policy = await load_policy(recipe, checked.environment, say)
+    trainer = build_trainer(recipe, policy.model)
+    engine, bridge = build_engine_and_bridge(recipe, trainer)
+    return Run(
+        checked=checked,
+        folder=folder,
+        policy=policy,
+        trainer=trainer,
+        engine=engine,
+        bridge=bridge,
+        stream=TaskStream(checked.train_tasks, seed=recipe.run.seed, shuffle=recipe.data.shuffle),
+        log=log,
+        guard=DropGuard(recipe.rollout.max_dropped_share, recipe.rollout.dropped_window_steps),
+        say=say,
+    )
+
+
+async def train(run: Run) -> Outcome:
+    """Train from the first step to the last, evaluate before and after, export the policy.
+
+    Raises:
+        ResourceError: the engine, a push or a deadline was lost.
+        TrainingError: a number was not finite, too much was dropped, or engine and trainer disagree.
+    """
+    recipe = run.checked.recipe
+    assert recipe.run.steps is not None, "resolve fills run.steps"
+    write_resolved(run.checked.resolved, run.folder.recipe)
+    await run.engine.start()
+    try:
+        await run.bridge.push(run.trainer.version)
+        before = await evaluate_now(run, step=0)
+        for step in range(1, recipe.run.steps + 1):
+            await train_step(run, step)
+            every = recipe.evaluation.every_steps
+            if every is not None and step % every == 0 and step < recipe.run.steps:
+                await evaluate_now(run, step=step)
+        await run.bridge.push(run.trainer.version)
+        after = await evaluate_now(run, step=recipe.run.steps)
+    finally:
+        await run.engine.stop()
+    await asyncio.to_thread(export_model, run.trainer.model, run.policy.folder, run.folder.export)
+    return Outcome(before=before, after=after, folder=run.folder.path, export=run.folder.export)
+
+
+async def train_step(run: Run, step: int) -> None:
+    """One training step, exactly the arrows at the top of this page."""
+    recipe, spans, start = run.checked.recipe, Spans(), time.perf_counter()
+    tasks = run.stream.take(recipe.rollout.groups_per_step)
+    player = player_for(recipe, run.checked.environment, run.policy.renderer, run.engine, f"train/{step}")
+    with spans.span("rollout"):
+        groups = await make_groups(recipe, player, tasks)
+    credit = run.checked.estimator(groups)
+    batches, report = build_batches(recipe, groups, credit)
+    save_trajectories(run, step, groups, credit)
+    run.guard.check(report)
+    with spans.span("train"):
+        metrics = await asyncio.to_thread(run.trainer.train, batches) if batches else {}
+    refuse_mismatch(run, metrics)
+    if step % recipe.weight_sync.every_steps == 0:
+        with spans.span("push"):
+            await run.bridge.push(run.trainer.version)
+    metrics |= rollout_metrics(groups, report, batches) | spans.seconds()
+    metrics["tokens_per_s"] = metrics["rollout_tokens"] / (time.perf_counter() - start)
+    metrics["policy_version"] = float(run.engine.policy_version)
+    run.log.log(step, metrics)
+
+
+async def evaluate_now(run: Run, *, step: int) -> dict[str, Evaluation]:
+    """Held-out success of the engine's current weights, in every mode the recipe asks for."""
+    recipe, checked = run.checked.recipe, run.checked
+    if not checked.eval_tasks:
+        return {}
+    results = {}
+    for mode in recipe.evaluation.modes:
+        results[mode] = await evaluate(
+            recipe,
+            checked.environment,
+            run.policy.renderer,
+            run.engine,
+            checked.eval_tasks,
+            mode=mode,
+            samples_per_task=recipe.evaluation.samples_per_task,
+        )
+        run.say(f"eval step={step} mode={mode} success={results[mode].success} turns={results[mode].turns.mean:.2f}")
+    run.log.record(step, {name: value for result in results.values() for name, value in result.metrics().items()})
+    return results
+
+
+def save_trajectories(run: Run, step: int, groups: Sequence[TrajectoryGroup], credit: Sequence[GroupAdvantages]) -> None:
+    """Write the step's trajectories before anything is trained on them, so that a failing step can be looked at."""
+    every = run.checked.recipe.logging.trajectories_every
+    if every and step % every == 0:
+        rows = (
+            to_json(trajectory, None if advantages is None else advantages.tolist())
+            for group, credited in zip(groups, credit, strict=True)
+            for trajectory, advantages in zip(group.trajectories, credited.per_turn, strict=True)
+        )
+        write_trajectories(run.folder.trajectories / f"step_{step:06d}.jsonl", rows)
+
+
+def refuse_mismatch(run: Run, metrics: dict[str, float]) -> None:
+    """Raise TrainingError when fresh samples are not on-policy: engine and trainer then disagree about the same weights."""
+    limit = run.checked.recipe.weight_sync.max_mismatch
+    mismatch = metrics.get("mismatch", 0.0)
+    if limit is not None and metrics.get("policy_age") == 0 and mismatch > limit:
+        raise TrainingError(
+            f"engine and trainer log-probabilities of fresh samples differ by {mismatch:.3g} on average, more than "
+            f"weight_sync.max_mismatch={limit:g}: they don't run the same weights, temperature or template"
+        )
+
+
+def rollout_metrics(groups: Sequence[TrajectoryGroup], report: BatchReport, batches: Sequence[TrainBatch]) -> dict[str, float]:
+    """Numbers of a step's trajectories; means are over the valid ones."""
+    played = [trajectory for group in groups for trajectory in group.valid]
+    count = max(1, len(played))
+    names = sorted({name for trajectory in played for name in trajectory.outcome})
+    counted = sorted({name for trajectory in played for turn in trajectory.turns for name in turn.counts})
+    return {
+        "reward": sum(t.total_reward for t in played) / count,
+        "success": sum(t.success for t in played) / count,
+        **{f"reward/{name}": sum(t.outcome.get(name) or 0.0 for t in played) / count for name in names},
+        **{f"counts/{name}": sum(turn.counts.get(name, 0.0) for t in played for turn in t.turns) / count for name in counted},
+        "turns": sum(len(t.turns) for t in played) / count,
+        "truncated": sum(t.truncated for t in played) / count,
+        "rollout_tokens": float(sum(t.num_completion_tokens for group in groups for t in group.trajectories)),
+        "dropped": float(report.dropped),
+        "faults": float(len(report.faults)),
+        "broken_samples": float(len(report.broken_samples)),
+        "small_groups": float(report.small_groups),
+        "zero_advantage_groups": float(report.zero_advantage_groups),
+        "masked_truncated": float(report.masked_truncated),
+        "rows": float(sum(len(batch.rows) for batch in batches)),
+    }
