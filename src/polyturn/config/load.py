@@ -165,3 +165,17 @@ def _read(path: Path) -> str:
         raise ConfigError(
             f"{path}:{line}: not valid UTF-8: {byte}; the file may be Latin-1 (Windows-1252), save it as UTF-8"
         ) from None
+
+
+def parse_assignments(pairs: Sequence[str]) -> dict[str, Any]:
+    """`["level=maze", "max_hops=3"]` as `{"level": "maze", "max_hops": 3}`; values are YAML. Raises ConfigError."""
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"{pair}: an argument is written key=value, as in level=maze")
+        document = parse_yaml(value)
+        if document.problems:
+            raise ConfigError(f"{pair}: {document.problems[0].sentence}")
+        values[key.strip()] = document.data
+    return values
