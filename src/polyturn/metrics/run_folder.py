@@ -1,0 +1,82 @@
+"""The folder of a run.
+
+    runs/lookup-2/
+      recipe.yaml          the resolved recipe, with the reason of every derived value
+      metrics.jsonl        one line a step, every metric (see `names`)
+      trajectories/        step_000012.jsonl: the trajectories of a step
+      heartbeats/          one file a role: what it waits for right now
+      export/              the trained model, in the format it was loaded from
+
+A folder belongs to one run: a second run of the same name gets `lookup-2`, and nothing is ever written over.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+from polyturn.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Where the parts of a run are. `RunFolder(root)` names those of a run that exists, `create` makes a new one."""
+
+    root: Path
+
+    @classmethod
+    def create(cls, output_dir: str | Path, name: str) -> RunFolder:
+        """Make a folder that no other run has or gets, also when several start at once.
+
+        Raises ConfigError when `name` is no plain folder name, or `output_dir` can't be written to.
+        """
+        if not name or name in (".", "..") or any(letter in name for letter in "/\\\0"):
+            raise ConfigError(f"run.name={name!r} is no folder name; give one without slashes, such as lookup")
+        parent = Path(output_dir)
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            for number in itertools.count(1):
+                root = parent / (name if number == 1 else f"{name}-{number}")
+                try:
+                    root.mkdir()
+                except FileExistsError:
+                    continue
+                folder = cls(root)
+                for inner in (folder.trajectories, folder.heartbeats, folder.export):
+                    inner.mkdir()
+                return folder
+        except OSError as error:
+            raise ConfigError(
+                f"run.output_dir={output_dir}: can't be written to ({error.strerror}); give another folder"
+            ) from error
+        raise AssertionError("itertools.count has no end")
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe."""
+        return self.root / "recipe.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One line a step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def trajectories(self) -> Path:
+        """Folder of the recorded trajectories."""
+        return self.root / "trajectories"
+
+    @property
+    def heartbeats(self) -> Path:
+        """Folder of the heartbeats, one file a role."""
+        return self.root / "heartbeats"
+
+    @property
+    def export(self) -> Path:
+        """Folder of the trained model."""
+        return self.root / "export"
+
+    def trajectories_of(self, step: int) -> Path:
+        """File of one step's trajectories; sorting the names sorts the steps."""
+        return self.trajectories / f"step_{step:06d}.jsonl"
