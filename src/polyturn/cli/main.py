@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code (see `polyturn.errors`); 130 after Ctrl-C."""
     # Before torch is imported: two torch threads beside a busy process ran ten times slower with spinning waits.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    args = build_parser().parse_args(argv)
+    args = _parse(argv)
     try:
         code: int = args.run(args)
     except PolyturnError as error:
@@ -49,6 +49,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("polyturn: interrupted", file=sys.stderr)
         return 130
     return code
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse, with `section.key=value` allowed after options too, where argparse stops looking for positionals."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    overrides = getattr(args, "overrides", None)
+    strange = rest if overrides is None else [word for word in rest if word.startswith("-") or "=" not in word]
+    if strange:
+        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+    if overrides is not None:
+        overrides.extend(rest)
+    return args
 
 
 def _say(error: PolyturnError) -> int:

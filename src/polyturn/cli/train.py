@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +33,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _arithmetic(checked: Checked) -> list[str]:
-    from polyturn.config.arithmetic import batch_arithmetic
+    from polyturn.config.arithmetic import sentences
 
-    return list(batch_arithmetic(checked.recipe, checked.train_tasks.size).sentences())
+    return list(sentences(checked.recipe, checked.train_tasks.size))
 
 
 def _dry_run(checked: Checked) -> int:
@@ -52,19 +53,20 @@ def _train(checked: Checked) -> int:
 
     from polyturn.loop.build import quiet_libraries
     from polyturn.loop.sync import build_run, train
-    from polyturn.metrics.logs import setup_logging
+    from polyturn.metrics.logs import set_up_logging
     from polyturn.metrics.run_folder import RunFolder
-    from polyturn.metrics.sinks import open_log
+    from polyturn.metrics.sinks import ConsoleSink, JsonlSink, MetricsLog, ProgressSink
 
     recipe = checked.recipe
-    setup_logging(recipe.run.log_level)
+    set_up_logging(recipe.run.log_level)
     quiet_libraries()
     folder = RunFolder.create(recipe.run.output_dir, recipe.run.name)
-    print(f"run folder: {folder.path}")
+    print(f"run folder: {folder.root}")
 
     async def whole() -> Outcome:
-        with open_log(folder, total_steps=recipe.run.steps) as log:
-            return await train(await build_run(checked, folder, log, log.say))
+        assert recipe.run.steps is not None, "resolve fills run.steps"
+        with MetricsLog([JsonlSink(folder.metrics), ConsoleSink(), ProgressSink(recipe.run.steps)]) as log:
+            return await train(await build_run(checked, folder, log, partial(print, flush=True)))
 
     _report(asyncio.run(whole()))
     return 0

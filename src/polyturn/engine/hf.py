@@ -10,6 +10,7 @@ Shapes: B requests of a batch, T tokens, V vocabulary.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -53,6 +54,9 @@ class HfEngine:
     def __init__(self, model: torch.nn.Module, *, max_batch_size: int = 256, pad_id: int = 0) -> None:
         self.policy_version = 0
         self._model = model.eval()
+        # transformers renamed it; both names are in the range we accept.
+        names = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in names else "past_key_values"
         self._device = next(model.parameters()).device
         self._max_batch_size = max_batch_size
         self._pad_id = pad_id
@@ -170,11 +174,12 @@ class HfEngine:
         input_ids_BT, attention_BT = self._pad([request.prompt_ids for request in batch])
         position_ids_BT = (attention_BT.cumsum(-1) - 1).clamp_min(0)
         alive = rows
-        step = {"input_ids": input_ids_BT, "position_ids": position_ids_BT}
+        step: dict[str, Any] = {"input_ids": input_ids_BT, "position_ids": position_ids_BT}
         cache: Any = None
         while True:
-            out: Any = self._model(**step, attention_mask=attention_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache = out.past_key_values
+            step[self._cache_argument] = cache
+            out: Any = self._model(**step, attention_mask=attention_BT, use_cache=True, logits_to_keep=1)
+            cache = getattr(out, self._cache_argument)
             next_B = _sample(out.logits[:, -1].float(), alive)
             keep = [index for index, row in enumerate(alive) if not row.finished]
             if not keep:

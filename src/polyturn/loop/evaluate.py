@@ -55,13 +55,13 @@ class Evaluation:
             "success_low": self.success.low,
             "success_high": self.success.high,
             "reward": self.reward.mean,
-            "turns": self.turns.mean,
-            "tokens": self.tokens.mean,
-            "faults": float(self.faults),
-            **{f"reward/{name}": estimate.mean for name, estimate in self.components.items()},
+            "turns_per_trajectory": self.turns.mean,
+            "completion_tokens_per_trajectory": self.tokens.mean,
+            "num_faults": float(self.faults),
+            **{f"outcome/{name}": estimate.mean for name, estimate in self.components.items()},
             **{f"pass@{k}": estimate.mean for k, estimate in self.pass_at.items()},
             **{f"end/{reason}": share for reason, share in self.end_reasons.items()},
-            **{f"counts/{name}": value for name, value in self.counts.items()},
+            **{f"environment/{name}": value for name, value in self.counts.items()},
         }
         return {f"{where}/{name}": value for name, value in flat.items()}
 

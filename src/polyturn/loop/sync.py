@@ -9,8 +9,9 @@ runs in a thread, so that the event loop always answers and every wait has its d
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,7 @@ class Run:
     stream: TaskStream
     log: MetricsLog
     guard: DropGuard
+    spans: Spans
     say: Callable[[str], None]
 
 
@@ -75,6 +77,7 @@ async def build_run(checked: Checked, folder: RunFolder, log: MetricsLog, say: C
         stream=TaskStream(checked.train_tasks, seed=recipe.run.seed, shuffle=recipe.data.shuffle),
         log=log,
         guard=DropGuard(recipe.rollout.max_dropped_share, recipe.rollout.dropped_window_steps),
+        spans=Spans(),
         say=say,
     )
 
@@ -103,12 +106,12 @@ async def train(run: Run) -> Outcome:
     finally:
         await run.engine.stop()
     await asyncio.to_thread(export_model, run.trainer.model, run.policy.folder, run.folder.export)
-    return Outcome(before=before, after=after, folder=run.folder.path, export=run.folder.export)
+    return Outcome(before=before, after=after, folder=run.folder.root, export=run.folder.export)
 
 
 async def train_step(run: Run, step: int) -> None:
     """One training step, exactly the arrows at the top of this page."""
-    recipe, spans, start = run.checked.recipe, Spans(), time.perf_counter()
+    recipe, spans, start = run.checked.recipe, run.spans, time.perf_counter()
     tasks = run.stream.take(recipe.rollout.groups_per_step)
     player = player_for(recipe, run.checked.environment, run.policy.renderer, run.engine, f"train/{step}")
     with spans.span("rollout"):
@@ -123,10 +126,11 @@ async def train_step(run: Run, step: int) -> None:
     if step % recipe.weight_sync.every_steps == 0:
         with spans.span("push"):
             await run.bridge.push(run.trainer.version)
-    metrics |= rollout_metrics(groups, report, batches) | spans.seconds()
-    metrics["tokens_per_s"] = metrics["rollout_tokens"] / (time.perf_counter() - start)
-    metrics["policy_version"] = float(run.engine.policy_version)
-    run.log.log(step, metrics)
+    metrics |= rollout_metrics(groups, report, batches) | spans.take()
+    metrics["tokens_per_s"] = metrics["num_tokens"] / (time.perf_counter() - start)
+    metrics["policy_version"] = run.engine.policy_version
+    metrics["optimizer_step"] = run.trainer.optimizer_step
+    run.log.write(step, metrics)
 
 
 async def evaluate_now(run: Run, *, step: int) -> dict[str, Evaluation]:
@@ -145,8 +149,7 @@ async def evaluate_now(run: Run, *, step: int) -> dict[str, Evaluation]:
             mode=mode,
             samples_per_task=recipe.evaluation.samples_per_task,
         )
-        run.say(f"eval step={step} mode={mode} success={results[mode].success} turns={results[mode].turns.mean:.2f}")
-    run.log.record(step, {name: value for result in results.values() for name, value in result.metrics().items()})
+        run.log.write(step, results[mode].metrics())
     return results
 
 
@@ -159,7 +162,7 @@ def save_trajectories(run: Run, step: int, groups: Sequence[TrajectoryGroup], cr
             for group, credited in zip(groups, credit, strict=True)
             for trajectory, advantages in zip(group.trajectories, credited.per_turn, strict=True)
         )
-        write_trajectories(run.folder.trajectories / f"step_{step:06d}.jsonl", rows)
+        write_trajectories(run.folder.trajectories_of(step), rows)
 
 
 def refuse_mismatch(run: Run, metrics: dict[str, float]) -> None:
@@ -176,22 +179,30 @@ def refuse_mismatch(run: Run, metrics: dict[str, float]) -> None:
 def rollout_metrics(groups: Sequence[TrajectoryGroup], report: BatchReport, batches: Sequence[TrainBatch]) -> dict[str, float]:
     """Numbers of a step's trajectories; means are over the valid ones."""
     played = [trajectory for group in groups for trajectory in group.valid]
-    count = max(1, len(played))
-    names = sorted({name for trajectory in played for name in trajectory.outcome})
+    rewards = [trajectory.total_reward for trajectory in played]
+    outcomes = sorted({name for trajectory in played for name in trajectory.outcome})
     counted = sorted({name for trajectory in played for turn in trajectory.turns for name in turn.counts})
+
+    def mean(values: Iterable[float | None]) -> float:
+        known = [value for value in values if value is not None]
+        return sum(known) / max(1, len(known))
+
     return {
-        "reward": sum(t.total_reward for t in played) / count,
-        "success": sum(t.success for t in played) / count,
-        **{f"reward/{name}": sum(t.outcome.get(name) or 0.0 for t in played) / count for name in names},
-        **{f"counts/{name}": sum(turn.counts.get(name, 0.0) for t in played for turn in t.turns) / count for name in counted},
-        "turns": sum(len(t.turns) for t in played) / count,
-        "truncated": sum(t.truncated for t in played) / count,
-        "rollout_tokens": float(sum(t.num_completion_tokens for group in groups for t in group.trajectories)),
-        "dropped": float(report.dropped),
-        "faults": float(len(report.faults)),
-        "broken_samples": float(len(report.broken_samples)),
-        "small_groups": float(report.small_groups),
-        "zero_advantage_groups": float(report.zero_advantage_groups),
-        "masked_truncated": float(report.masked_truncated),
-        "rows": float(sum(len(batch.rows) for batch in batches)),
+        "reward": mean(rewards),
+        "reward_std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0,
+        "success": mean(trajectory.success for trajectory in played),
+        **{f"outcome/{name}": mean(trajectory.outcome.get(name) for trajectory in played) for name in outcomes},
+        **{f"environment/{name}": mean(sum(turn.counts.get(name, 0.0) for turn in t.turns) for t in played) for name in counted},
+        "turns_per_trajectory": mean(len(trajectory.turns) for trajectory in played),
+        "completion_tokens_per_trajectory": mean(trajectory.num_completion_tokens for trajectory in played),
+        "truncated_share": mean(trajectory.truncated for trajectory in played),
+        "dropped_share": report.dropped / max(1, report.planned),
+        "num_faults": len(report.faults),
+        "num_dropped_samples": len(report.broken_samples),
+        "num_dropped_groups": report.small_groups,
+        "num_zero_advantage_groups": report.zero_advantage_groups,
+        "num_masked_truncated": report.masked_truncated,
+        "num_rows": sum(len(batch.rows) for batch in batches),
+        "num_tokens": sum(batch.num_tokens for batch in batches),
+        "num_trained_tokens": sum(batch.num_trained_tokens for batch in batches),
     }

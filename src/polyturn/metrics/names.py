@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-STABLE_LINE: tuple[str, ...] = ("step", "reward", "loss", "tokens_per_s", "policy_age")
+STABLE_LINE: tuple[str, ...] = ("step", "reward", "loss", "tokens_per_s", "policy_age", "success", "grad_norm")
 """What the line that every step prints holds, in this order. Scripts read it: add at the end, never change the rest."""
 
 METRICS: Mapping[str, str] = {
@@ -23,6 +23,7 @@ METRICS: Mapping[str, str] = {
     "num_dropped_samples": "Training samples dropped because they broke an invariant.",
     "num_dropped_groups": "Groups left with fewer than two valid siblings.",
     "num_zero_advantage_groups": "Groups that teach nothing, because every advantage in them is 0.",
+    "num_masked_truncated": "Trajectories that a limit ended and rollout.mask_truncated kept out of the batch.",
     "num_rows": "Packed rows of the batch.",
     "num_tokens": "Tokens of the batch, context included.",
     "num_trained_tokens": "Tokens of the batch under the loss mask.",
@@ -30,9 +31,17 @@ METRICS: Mapping[str, str] = {
     "kl": "Mean KL estimate to the reference per trained token.",
     "grad_norm": "Norm of the gradient before clipping, mean over the optimizer steps of the step.",
     "learning_rate": "Learning rate of the last optimizer step.",
-    "clip_share": "Share of trained tokens whose ratio was clipped.",
-    "sampler_masked_share": "Share of trained tokens that the sampler correction masked.",
-    "sampler_mismatch": "Mean |trainer_logprobs - engine_logprobs| over trained tokens.",
+    "entropy": "Mean entropy of the policy at the trained tokens, in nats.",
+    "logprob": "Mean trainer log-probability of the trained tokens.",
+    "ratio": "Mean importance ratio of the trained tokens; 1 on the first optimizer step of a batch.",
+    "clipped_low": "Share of trained tokens whose ratio was clipped from below.",
+    "clipped_high": "Share of trained tokens whose ratio was clipped from above.",
+    "sampler_weight": "Mean weight between trainer and engine probabilities.",
+    "sampler_weight_max": "Largest weight between trainer and engine probabilities.",
+    "sampler_masked": "Share of trained tokens that the sampler correction masked.",
+    "mismatch": "Mean |trainer_logprobs - engine_logprobs| over trained tokens.",
+    "mismatch_max": "Largest |trainer_logprobs - engine_logprobs| of a trained token.",
+    "mismatch_kl": "k3 estimate of the KL between engine and trainer over trained tokens.",
     "policy_version": "Weight pushes so far.",
     "policy_age": "Trainer version minus the version that sampled, mean over trained tokens.",
     "optimizer_step": "Optimizer steps so far.",

@@ -6,7 +6,6 @@ does not depend on how the tokens are cut into rows.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -90,7 +89,6 @@ class Trainer:
         Raises:
             NonFiniteError: a loss, a log-probability or a gradient is nan or inf; the weights are those before the step.
         """
-        start = time.perf_counter()
         # Dropout stays off: the policy that is trained is the one that sampled.
         self.model.eval()
         several = self.settings.num_iterations * len(batches) > 1
@@ -104,9 +102,6 @@ class Trainer:
         return {
             **record.metrics(),
             "policy_age": float(np.mean([batch.policy_age for batch in prepared])),
-            "train_tokens": float(sum(batch.num_tokens for batch in batches) * self.settings.num_iterations),
-            "trained_tokens": float(sum(batch.num_trained_tokens for batch in batches)),
-            "train_s": time.perf_counter() - start,
         }
 
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
