@@ -11,8 +11,9 @@ can't be extended, and the full text starts a new one.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,20 +50,28 @@ class Renderer:
         self.tools = tools
         self.control_tokens = {**tokenizer.special_tokens, **self._written_tokens()}
         self._neutralize = Neutralizer(tokenizer, self.control_tokens)
-        self._lead, tail = self._around_reply()
+        self._lead, self._opened, tail = self._around_reply()
         space, end = self._end_of_turn(tail)
         self._closing = space + end if end else tokenizer.token(tokenizer.eos_ids[0])
         stops = [self.control_tokens[end], *tokenizer.eos_ids] if end else tokenizer.eos_ids
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(stops))
 
     @classmethod
-    def load(cls, folder: str | Path, *, chat_template: Path | None = None, tools: Sequence[Json] | None = None) -> Renderer:
+    def load(
+        cls,
+        folder: str | Path,
+        *,
+        chat_template: Path | None = None,
+        variables: Mapping[str, object] | None = None,
+        today: datetime.datetime | None = None,
+        tools: Sequence[Json] | None = None,
+    ) -> Renderer:
         """The renderer of a model folder, with the template in the file `chat_template` in place of its own if given."""
         tokenizer = Tokenizer.load(folder)
         if chat_template is not None and not chat_template.is_file():
             raise ModelError(f"model.chat_template {chat_template} is not a file; name a Jinja file")
         source = None if chat_template is None else chat_template.read_text(encoding="utf-8")
-        return cls(tokenizer, ChatTemplate.of(tokenizer, source), tools=tools)
+        return cls(tokenizer, ChatTemplate.of(tokenizer, source, variables=variables, today=today), tools=tools)
 
     def open(self, messages: Sequence[Message]) -> Conversation:
         """A conversation that starts with `messages`."""
@@ -76,8 +85,12 @@ class Renderer:
         return {"role": message.role, "content": content}
 
     def reply_entry(self, text: str) -> dict[str, object]:
-        """A sampled reply as the template gets it: without what the template itself writes before every reply."""
-        return {"role": "assistant", "content": text.removeprefix(self._lead)}
+        """A sampled reply as the template gets it, so that it is shown after the same text that it was sampled after.
+
+        What the template writes before every earlier reply (a space) is taken off, and what it writes into the prompt but not
+        before earlier replies (an opened thought) is put on.
+        """
+        return {"role": "assistant", "content": self._opened + text.removeprefix(self._lead)}
 
     def reply_text(self, text: str) -> str:
         """A reply with what the template writes right before and after it, its end included."""
@@ -87,8 +100,8 @@ class Renderer:
         """The text of a prompt."""
         return self.template.render(entries, True, self.tools)
 
-    def _around_reply(self) -> tuple[str, str]:
-        """What the template writes between the prompt and an earlier reply, and from that reply on."""
+    def _around_reply(self) -> tuple[str, str, str]:
+        """What stands before an earlier reply but not in the prompt for it, what only in the prompt, and what after a reply."""
         entries: list[dict[str, object]] = [{"role": "user", "content": "x"}]
         prompt = self.text(entries)
         entries += [{"role": "assistant", "content": REPLY_PROBE}, {"role": "user", "content": "x"}]
@@ -99,7 +112,9 @@ class Renderer:
                 "set model.chat_template to a template that renders the content of every message"
             )
         before, tail = text.split(REPLY_PROBE)
-        return (before[len(prompt) :] if before.startswith(prompt) else ""), tail
+        lead = before[len(prompt) :] if before.startswith(prompt) else ""
+        opened = prompt[len(before) :] if prompt.startswith(before) else ""
+        return lead, opened, tail
 
     def _end_of_turn(self, tail: str) -> tuple[str, str]:
         """White space after a reply and the control token after that, empty where plain text follows."""

@@ -209,14 +209,30 @@ def test_thoughts_stay_until_the_next_question_and_then_a_new_sample_starts():
     assert "<think>" not in watch.text
 
 
-def test_a_generation_prompt_that_history_does_not_show_starts_a_new_sample_each_turn():
-    tokenizer, template = family("qwen").tokenizer, family("qwen").template
-    renderer = Renderer(tokenizer, ChatTemplate.of(tokenizer, "{% set enable_thinking = false %}" + template))
+def test_a_thought_that_the_prompt_opens_belongs_to_the_reply():
+    """History must show it where the model saw it, until the template itself drops it."""
+    tokenizer = family("qwen").tokenizer
+    template = ChatTemplate.of(tokenizer, family("qwen").template, variables={"enable_thinking": False})
+    conversation = Renderer(tokenizer, template).open([user("find(alice)")])
+    continues = []
+    for answer in (tool("red"), user("blue"), user("!")):
+        delta = conversation.prompt()
+        continues.append(delta.continues)
+        assert tokenizer.decode(delta.ids).endswith("<think>\n\n</think>\n\n")
+        assert conversation.add_completion(conversation.encode_reply("look")) == "look"
+        conversation.add_messages([answer])
+    assert [*continues, conversation.prompt().continues] == [False, True, False, False]
+
+
+def test_a_template_that_drops_what_its_prompt_opened_starts_a_new_sample_each_turn():
+    tokenizer = family("chatml").tokenizer
+    source = family("chatml").template.replace("message.content +", "message.content.split('</think>')[-1] +")
+    renderer = Renderer(tokenizer, ChatTemplate.of(tokenizer, source.replace("assistant\\n'", "assistant\\n</think>'")))
     conversation = renderer.open([user("find(alice)")])
-    assert tokenizer.decode(conversation.prompt().ids).endswith("<think>\n\n</think>\n\n")
-    conversation.add_completion(conversation.encode_reply("look"))
-    conversation.add_messages([tool("red")])
-    assert not conversation.prompt().continues
+    for _ in range(2):
+        assert not conversation.prompt().continues
+        conversation.add_completion(conversation.encode_reply("look"))
+        conversation.add_messages([tool("red")])
 
 
 def test_tools_are_shown_to_the_template():

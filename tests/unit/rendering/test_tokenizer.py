@@ -160,7 +160,7 @@ def test_continued_text_comes_back_exactly(name, text, later):
     if name != "unigram":
         more = tokenizer.encode(later, after=(*head, *ids)[-1])
         assert tokenizer.decode(head) == "red"
-        assert tokenizer.decode((*head, *ids, *more)) == f"red{text}{later}" or tokenizer.token(more[0]).strip() == ""
+        assert tokenizer.decode((*head, *ids, *more)) == f"red{text}{later}"
 
 
 @pytest.mark.parametrize("style", ["first", "always", "never"])
