@@ -235,6 +235,16 @@ def test_a_template_that_drops_what_its_prompt_opened_starts_a_new_sample_each_t
         conversation.add_messages([tool("red")])
 
 
+def test_a_space_that_the_template_writes_before_a_reply_is_not_written_twice():
+    tokenizer = family("mistral").tokenizer
+    source = family("mistral").template.replace("message.content | trim", "message.content")
+    conversation = Renderer(tokenizer, ChatTemplate.of(tokenizer, source)).open([user("find(alice)")])
+    conversation.prompt()
+    assert conversation.add_completion(conversation.encode_reply("look  ")) == " look  "
+    conversation.add_messages([tool("red")])
+    assert conversation.prompt().continues
+
+
 def test_tools_are_shown_to_the_template():
     renderer = family("qwen").renderer(tools=[{"name": "find", "description": "a < b & ü"}])
     text = renderer.tokenizer.decode(renderer.open([user("find(alice)")]).prompt().ids)

@@ -172,6 +172,13 @@ def test_a_delta_after_plain_text_gets_no_space_of_its_own(style):
     assert tokenizer.decode((*head, *delta)).lstrip("<s> ") == "lookred the"
 
 
+def test_a_token_that_swallows_white_space_does_not_swallow_that_of_a_delta_after_text():
+    tokenizer = loaded(byte_level([*special("<|end|>", "<|user|>", rstrip=True), *special("<s>")]), eos="<|end|>")
+    newline = tokenizer.encode("\n")
+    end, user = tokenizer.special_tokens["<|end|>"], tokenizer.special_tokens["<|user|>"]
+    assert tokenizer.encode("\n<|end|>\n<|user|>\n", after=newline[0]) == (*newline, end, user)
+
+
 def test_a_decoder_that_joins_words_with_spaces():
     """Text is not what was encoded, yet the same on both sides of a comparison."""
     backend = Backend(models.WordPiece({"[UNK]": 0, "[SEP]": 1, "look": 2, "##s": 3, "red": 4}, unk_token="[UNK]"))
