@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -154,6 +154,8 @@ def test_continued_text_comes_back_exactly(name, text, later):
         text, later = ("".join(c for c in part if c in "find the red ()") for part in (text, later))
         text, later = " ".join(text.split()), ""
     tokenizer = family(name).tokenizer
+    # After a special token some tokenizers write a space of their own, and models are trained on that.
+    assume(not any(token in text + later for token in tokenizer.added_tokens))
     head = tokenizer.encode("red")
     ids = tokenizer.encode(text, after=head[-1])
     assert tokenizer.decode(ids, continued=True) == text
