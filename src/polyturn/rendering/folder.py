@@ -104,8 +104,9 @@ def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, config: dict[str, Any]
         ids.append(token_id)
     for path in (folder / "generation_config.json", folder / "config.json"):
         content = _json(path)
-        text_config = content.get("text_config")
-        value = content.get("eos_token_id") or (text_config.get("eos_token_id") if isinstance(text_config, dict) else None)
+        value, text_config = content.get("eos_token_id"), content.get("text_config")
+        if value is None and isinstance(text_config, dict):
+            value = text_config.get("eos_token_id")
         for token_id in value if isinstance(value, list) else [] if value is None else [value]:
             if not isinstance(token_id, int) or backend.id_to_token(token_id) is None:
                 raise ModelError(

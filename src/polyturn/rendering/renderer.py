@@ -10,12 +10,15 @@ can't be extended, and the full text starts a new one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import datetime
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from polyturn.errors import ModelError
-from polyturn.rendering.control import Neutralizer
+from polyturn.rendering.control import Neutralizer, without_surrogates
 from polyturn.rendering.template import ChatTemplate
 from polyturn.rendering.tokenizer import Tokenizer
 from polyturn.types import Json, Message
@@ -37,47 +40,68 @@ class PromptDelta:
 class Renderer:
     """A tokenizer and a chat template, joined. Shared by all conversations of a run; holds no state of any of them.
 
-    `stop_ids` end an assistant turn: what the folder calls the end of a text, and the token that the template puts after a
-    reply.
+    `stop_ids` end an assistant turn: first the token that the template puts after a reply, then what the folder calls the end
+    of a text. `control_tokens` are what environments can't write, see `polyturn.rendering.control`.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, *, tools: Sequence[Json] | None = None) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.tools = tools
-        self._neutralize = Neutralizer(tokenizer)
-        self._lead, tail = self._around_reply()
-        end = self._end_of_turn(tail)
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*tokenizer.eos_ids, *end)))
+        self.control_tokens = {**tokenizer.special_tokens, **self._written_tokens()}
+        self._neutralize = Neutralizer(tokenizer, self.control_tokens)
+        self._lead, self._opened, tail = self._around_reply()
+        space, end = self._end_of_turn(tail)
+        self._closing = space + end if end else tokenizer.token(tokenizer.eos_ids[0])
+        stops = [self.control_tokens[end], *tokenizer.eos_ids] if end else tokenizer.eos_ids
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(stops))
 
     @classmethod
-    def load(cls, folder: str | Path, *, chat_template: Path | None = None, tools: Sequence[Json] | None = None) -> Renderer:
+    def load(
+        cls,
+        folder: str | Path,
+        *,
+        chat_template: Path | None = None,
+        variables: Mapping[str, object] | None = None,
+        today: datetime.datetime | None = None,
+        tools: Sequence[Json] | None = None,
+    ) -> Renderer:
         """The renderer of a model folder, with the template in the file `chat_template` in place of its own if given."""
         tokenizer = Tokenizer.load(folder)
         if chat_template is not None and not chat_template.is_file():
             raise ModelError(f"model.chat_template {chat_template} is not a file; name a Jinja file")
         source = None if chat_template is None else chat_template.read_text(encoding="utf-8")
-        return cls(tokenizer, ChatTemplate.of(tokenizer, source), tools=tools)
+        return cls(tokenizer, ChatTemplate.of(tokenizer, source, variables=variables, today=today), tools=tools)
 
     def open(self, messages: Sequence[Message]) -> Conversation:
         """A conversation that starts with `messages`."""
         return Conversation(self, messages)
 
     def entry(self, message: Message) -> dict[str, object]:
-        """A message as the template gets it: control tokens in it spelled out, except in what the model said."""
-        content = message.content if message.role == "assistant" else self._neutralize(message.content)
+        """A message as the template gets it: control tokens in it spelled out, except in what a model said."""
+        content = without_surrogates(message.content)
+        if message.role != "assistant":
+            content = self._neutralize(content)
         return {"role": message.role, "content": content}
 
     def reply_entry(self, text: str) -> dict[str, object]:
-        """A sampled reply as the template gets it: without what the template itself writes before every reply."""
-        return {"role": "assistant", "content": text.removeprefix(self._lead)}
+        """A sampled reply as the template gets it, so that it is shown after the same text that it was sampled after.
+
+        What the template writes before every earlier reply (a space) is taken off, and what it writes into the prompt but not
+        before earlier replies (an opened thought) is put on.
+        """
+        return {"role": "assistant", "content": self._opened + text.removeprefix(self._lead)}
+
+    def reply_text(self, text: str) -> str:
+        """A reply with what the template writes right before and after it, its end included."""
+        return self._lead + text + self._closing
 
     def text(self, entries: Sequence[dict[str, object]]) -> str:
         """The text of a prompt."""
         return self.template.render(entries, True, self.tools)
 
-    def _around_reply(self) -> tuple[str, str]:
-        """What the template writes between the prompt and an earlier reply, and from that reply on."""
+    def _around_reply(self) -> tuple[str, str, str]:
+        """What stands before an earlier reply but not in the prompt for it, what only in the prompt, and what after a reply."""
         entries: list[dict[str, object]] = [{"role": "user", "content": "x"}]
         prompt = self.text(entries)
         entries += [{"role": "assistant", "content": REPLY_PROBE}, {"role": "user", "content": "x"}]
@@ -88,12 +112,30 @@ class Renderer:
                 "set model.chat_template to a template that renders the content of every message"
             )
         before, tail = text.split(REPLY_PROBE)
-        return (before[len(prompt) :] if before.startswith(prompt) else ""), tail
+        lead = before[len(prompt) :] if before.startswith(prompt) else ""
+        opened = prompt[len(before) :] if prompt.startswith(before) else ""
+        return lead, opened, tail
 
-    def _end_of_turn(self, tail: str) -> tuple[int, ...]:
-        """The special token that follows a reply, nothing where plain text does."""
-        follows = [token for token in self.tokenizer.special_tokens if tail.lstrip().startswith(token)]
-        return (self.tokenizer.special_tokens[max(follows, key=len)],) if follows else ()
+    def _end_of_turn(self, tail: str) -> tuple[str, str]:
+        """White space after a reply and the control token after that, empty where plain text follows."""
+        rest = tail.lstrip()
+        follows = [token for token in self.control_tokens if rest.startswith(token)]
+        return tail[: len(tail) - len(rest)], max(follows, key=len, default="")
+
+    def _written_tokens(self) -> dict[str, int]:
+        """Added tokens, words and white space aside, that the template writes around messages.
+
+        The last message is a question, so that the template shows no thoughts: their marks are the model's to write.
+        """
+        text = ""
+        for roles in (("user", "assistant", "user"), ("user", "assistant", "tool", "tool", "user")):
+            with contextlib.suppress(ModelError):
+                text += self.template.render([{"role": role, "content": "x"} for role in roles], False)
+        return {
+            token: token_id
+            for token, token_id in self.tokenizer.added_tokens.items()
+            if token in text and re.search(r"[^\w\s]", token)
+        }
 
 
 class Conversation:
@@ -146,6 +188,11 @@ class Conversation:
         self._text = text
         self._prompted = True
         return PromptDelta(ids=ids, continues=continues)
+
+    def encode_reply(self, text: str) -> tuple[int, ...]:
+        """Ids that say `text` here and end the turn, as the template writes it; for demonstrations and scripted replies."""
+        assert self._prompted, "a reply was encoded without a prompt"
+        return self._renderer.tokenizer.encode(self._renderer.reply_text(text), after=self._ids[-1])
 
     def add_completion(self, ids: Sequence[int]) -> str:
         """Append sampled ids as they are. Returns their text without the stop token, which is also the new message."""

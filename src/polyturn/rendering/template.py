@@ -1,7 +1,7 @@
 """Chat templates: Jinja text that turns messages into one string, rendered in a sandbox.
 
 A template is data from the model's folder. It can't reach Python, and the date it sees stands still, so that a conversation
-that runs past midnight keeps its opening.
+that runs past midnight keeps its opening; a run that must resume exactly passes the date of its first start as `today`.
 """
 
 from __future__ import annotations
@@ -66,16 +66,32 @@ class ChatTemplate:
             ) from error
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate:
-        """The template of a tokenizer's folder, or `source` in its place. Raises ModelError when there is neither."""
+    def of(
+        cls,
+        tokenizer: Tokenizer,
+        source: str | None = None,
+        *,
+        variables: Mapping[str, object] | None = None,
+        today: datetime.datetime | None = None,
+    ) -> ChatTemplate:
+        """The template of a tokenizer's folder, or `source` in its place. Raises ModelError when there is neither.
+
+        `variables` are the template's own switches, such as `enable_thinking`.
+        """
         source = source if source is not None else tokenizer.chat_template
         if source is None:
             raise ModelError(
                 "the model's folder has no chat template, and a conversation can't be rendered without one; "
                 "set model.chat_template to a Jinja file, or train an instruction-tuned model"
             )
-        variables = {} if tokenizer.pad_token is None else {"pad_token": tokenizer.pad_token}
-        return cls(source, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, variables=variables)
+        named = {} if tokenizer.pad_token is None else {"pad_token": tokenizer.pad_token}
+        return cls(
+            source,
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+            variables={**named, **(variables or {})},
+            today=today,
+        )
 
     def render(
         self,

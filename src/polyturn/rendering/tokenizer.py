@@ -8,17 +8,19 @@ that something stands before: `encode(text, after=id)` and `decode(ids, continue
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import tokenizers
+import tokenizers.models
 
 from polyturn.errors import ModelError
 from polyturn.rendering.folder import TokenizerFiles
 
 TEXT_ANCHORS = (".", "a", "\n", "0")
 """Ordinary text that may stand before a delta to learn its ids there; the first that merges with nothing is used."""
+UNKNOWN_TOKENS = ("<unk>", "[UNK]")
 
 
 class Tokenizer:
@@ -37,13 +39,14 @@ class Tokenizer:
         pad_token: str | None = None,
         chat_template: str | None = None,
     ) -> None:
-        self._backend = backend
+        self.backend = backend
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = False
         named = [token for token in (bos_token, eos_token, pad_token) if token is not None]
         # A named token that is only in the vocabulary would not be recognised inside text; its id stays what it is.
-        backend.add_special_tokens([token for token in named if backend.token_to_id(token) is not None])
+        added = {token.content for token in backend.get_added_tokens_decoder().values()}
+        backend.add_special_tokens([name for name in named if name not in added and backend.token_to_id(name) is not None])
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.bos_token = bos_token
         self.eos_token = eos_token
@@ -51,7 +54,6 @@ class Tokenizer:
         self.chat_template = chat_template
         self._added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
         self.special_tokens: Mapping[str, int] = self._control_tokens()
-        self._control_ids = frozenset(self.special_tokens.values())
         if not self.special_tokens:
             raise ModelError("the tokenizer has no special token, so no token can end a turn; add one to tokenizer.json")
         self._anchor, self._anchor_text = self._neutral_anchor()
@@ -85,8 +87,8 @@ class Tokenizer:
         Bytes that are not whole characters become replacement characters, and ids without a token nothing.
         """
         if not continued:
-            return self._backend.decode(list(ids), skip_special_tokens=False)
-        text = self._backend.decode([self._anchor, *ids], skip_special_tokens=False)
+            return self.backend.decode(list(ids), skip_special_tokens=False)
+        text = self.backend.decode([self._anchor, *ids], skip_special_tokens=False)
         return text[len(self._anchor_text) :]
 
     def token(self, token_id: int) -> str:
@@ -95,7 +97,7 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its name in the vocabulary."""
-        return self._backend.token_to_id(token)
+        return self.backend.token_to_id(token)
 
     @property
     def pad_id(self) -> int | None:
@@ -105,42 +107,50 @@ class Tokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id."""
-        return 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
+        return 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
 
     @property
-    def matches_normalized(self) -> bool:
-        """Whether a special token can also match text that only normalises to its name."""
-        added = self._backend.get_added_tokens_decoder().values()
-        return self._backend.normalizer is not None and any(token.special and token.normalized for token in added)
+    def added_tokens(self) -> Mapping[str, int]:
+        """Every token that is found in a text before anything else is cut, special or not."""
+        return {token: token_id for token_id, token in self._added.items()}
 
-    def control_spans(self, text: str) -> list[tuple[int, int]]:
-        """Start and end in `text` of everything that encodes to a special token, in order."""
+    def matches_normalized(self, ids: Collection[int]) -> bool:
+        """Whether one of these added tokens also matches text that only normalises to its name."""
+        added = self.backend.get_added_tokens_decoder()
+        return self.backend.normalizer is not None and any(added[i].normalized for i in ids if i in added)
+
+    def spans(self, text: str, ids: Collection[int]) -> list[tuple[int, int]]:
+        """Start and end in `text` of everything that encodes to one of these ids, in order."""
         encoding = self._encode(text)
-        return [span for token_id, span in zip(encoding.ids, encoding.offsets, strict=True) if token_id in self._control_ids]
+        return [span for token_id, span in zip(encoding.ids, encoding.offsets, strict=True) if token_id in ids]
 
     def _control_tokens(self) -> dict[str, int]:
         """Special tokens and whatever ends a generation, without the unknown token: any odd character encodes to that."""
-        added = self._backend.get_added_tokens_decoder()
-        unknown = getattr(self._backend.model, "unk_token", None) or "<unk>"
+        added = self.backend.get_added_tokens_decoder()
+        unknown = {*UNKNOWN_TOKENS, getattr(self.backend.model, "unk_token", None)}
         tokens = {
-            token.content: token_id for token_id, token in sorted(added.items()) if token.special and token.content != unknown
+            token.content: token_id
+            for token_id, token in sorted(added.items())
+            if token.special and token.content not in unknown
         }
         for token_id in self.eos_ids:
-            token = self._backend.id_to_token(token_id)
+            token = self.backend.id_to_token(token_id)
             if token is not None:
                 tokens[token] = token_id
         return tokens
 
     def _neutral_anchor(self) -> tuple[int, str]:
         """A special token to stand before other text, one that swallows no white space where there is one."""
-        added = self._backend.get_added_tokens_decoder()
+        added = self.backend.get_added_tokens_decoder()
         plain = [i for i in self.special_tokens.values() if i in added and not added[i].lstrip and not added[i].rstrip]
         anchor = (plain or list(self.special_tokens.values()))[0]
         return anchor, self.decode((anchor,))
 
     def _encode(self, text: str) -> tokenizers.Encoding:
         try:
-            return self._backend.encode(text, add_special_tokens=False)
+            return self.backend.encode(text, add_special_tokens=False)
+        except TypeError as error:  # half a surrogate pair
+            raise ModelError(f"{text[:80]!r} is not valid Unicode text: {error}; replace what can't be encoded") from error
         except Exception as error:  # the library raises nothing narrower
             word = next(self._unknown_words(text), None)
             if word is None:
@@ -168,10 +178,13 @@ class Tokenizer:
         return candidates[0] if candidates else tuple(self._encode(text).ids)
 
     def _unknown_words(self, text: str) -> Iterator[str]:
+        """The pieces of a text that a vocabulary of whole words doesn't have; other models build pieces from parts."""
+        if not isinstance(self.backend.model, tokenizers.models.WordLevel):
+            return
         added = "|".join(re.escape(token) for token in sorted(self._added.values(), key=len, reverse=True))
         for segment in re.split(added, text):
-            if self._backend.normalizer is not None:
-                segment = self._backend.normalizer.normalize_str(segment)
-            cut = self._backend.pre_tokenizer
+            if self.backend.normalizer is not None:
+                segment = self.backend.normalizer.normalize_str(segment)
+            cut = self.backend.pre_tokenizer
             pieces = [segment] if cut is None else [piece for piece, _ in cut.pre_tokenize_str(segment)]
-            yield from (piece for piece in pieces if self._backend.token_to_id(piece) is None)
+            yield from (piece for piece in pieces if self.backend.token_to_id(piece) is None)
