@@ -15,7 +15,7 @@ def register(verbs: Any) -> None:
     checking = actions.add_parser(
         "check",
         help="hold an environment to its contract",
-        description="Play an environment by hand: gold replies must score full marks, empty ones must not; an episode is printed.",
+        description="Play by hand: gold replies must score full marks, empty ones must not; an episode is printed.",
     )
     checking.add_argument("id", metavar="ID", help="a name of `polyturn env list`, or package.module:Class")
     checking.add_argument("arguments", metavar="key=value", nargs="*", help="arguments of the environment")

@@ -139,7 +139,7 @@ class LossOptions(Section):
     sapo_temperature_negative: float | None = Field(default=None, gt=0)
     """SAPO's gate temperature for negative advantages."""
     aggregation: Literal["fixed", "token", "sequence"] | None = None
-    """`fixed`: planned trajectories x `fixed_length`; `token`: tokens of the whole batch; `sequence`: mean over trajectories."""
+    """`fixed`: planned trajectories x `fixed_length`; `token`: tokens of the batch; `sequence`: mean over trajectories."""
     fixed_length: int | None = Field(default=None, gt=0)
     """Divisor of the `fixed` aggregation per trajectory; derived from the token budget."""
     sampler_correction: Literal["none", "tis", "mis", "icepop"] | None = None
@@ -214,7 +214,7 @@ class WeightSyncSection(Section):
     deadline_s: float = Field(default=60.0, gt=0)
     """A push that takes longer ends the run."""
     max_mismatch: float | None = Field(default=0.3, gt=0)
-    """Largest mean difference between engine and trainer log-probabilities of fresh samples; above it the run ends. null: no limit."""
+    """Mean difference of engine and trainer log-probabilities of fresh samples that ends the run; null for no limit."""
 
 
 class EvaluationSection(Section):

@@ -79,7 +79,9 @@ class HfEngine:
         if self._server is None:
             raise EngineError("the hf engine is not started")
         if not prompt_ids or sampling.max_tokens < 1:
-            raise EngineError(f"a request needs a prompt and room for a token; got {len(prompt_ids)} ids, max_tokens={sampling.max_tokens}")
+            raise EngineError(
+                f"a request needs a prompt and room for a token; got {len(prompt_ids)} ids, max_tokens={sampling.max_tokens}"
+            )
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait(_Request(prompt_ids, sampling, future))
         return await future

@@ -1,4 +1,4 @@
-"""The `scripted` engine: replies from a script, as real ids. For tests of everything around an engine, and for demonstrations."""
+"""The `scripted` engine: replies from a script, as real ids. For tests of what is around an engine, and for demonstrations."""
 
 from __future__ import annotations
 

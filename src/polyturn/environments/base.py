@@ -107,7 +107,7 @@ class Environment(ABC):
 
     async def close(self, state: Any) -> None:
         """Free what `setup` took. Called once per trajectory, however it ended."""
-        return None
+        return
 
     @abstractmethod
     def gold(self, task: Task) -> Sequence[str]:

@@ -83,7 +83,7 @@ async def check_contract(environment: Environment, *, seed: int = 0) -> Contract
     report.rule("held-out tasks do not depend on the seed", _held_out_fixed(environment, seed))
     report.rule("task ids are unique", None if len({task.id for task in tasks}) == len(tasks) else "two tasks share an id")
     longest: Episode | None = None
-    problems: dict[str, str | None] = {name: None for name in ("gold", "empty", "demonstration")}
+    problems: dict[str, str | None] = dict.fromkeys(("gold", "empty", "demonstration"))
     for task in tasks:
         for name in problems:
             try:

@@ -47,9 +47,8 @@ def build_environment(environment_id: str, arguments: Mapping[str, Any]) -> Envi
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         for key in arguments:
             if key not in parameters:
-                raise EnvironmentSetupError(
-                    f"environment.args.{key} is no argument of {environment_id}; {nearest(key, parameters) if parameters else 'it takes none'}"
-                )
+                hint = nearest(key, parameters) if parameters else "it takes none"
+                raise EnvironmentSetupError(f"environment.args.{key} is no argument of {environment_id}; {hint}")
     for name, parameter in parameters.items():
         if parameter.default is inspect.Parameter.empty and parameter.kind not in _VARIADIC and name not in arguments:
             raise EnvironmentSetupError(f"environment {environment_id} needs environment.args.{name}")
@@ -58,7 +57,9 @@ def build_environment(environment_id: str, arguments: Mapping[str, Any]) -> Envi
     except UserError:
         raise
     except Exception as error:
-        raise EnvironmentSetupError(f"environment {environment_id} could not be built: {type(error).__name__}: {error}") from error
+        raise EnvironmentSetupError(
+            f"environment {environment_id} could not be built: {type(error).__name__}: {error}"
+        ) from error
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

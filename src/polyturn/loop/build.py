@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from polyturn.config.schema import Recipe
-from polyturn.environments.base import Environment
 from polyturn.engine.base import Engine
 from polyturn.engine.hf import HfEngine
+from polyturn.environments.base import Environment
 from polyturn.errors import ConfigError, ModelError
 from polyturn.loop.tiny import TINY, ensure_tiny
 from polyturn.models.load import load_model, max_positions, model_folder
@@ -43,11 +43,15 @@ def choose_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise ConfigError(f"trainer.device={name!r} is no device; use auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise ConfigError(f"trainer.device={name} but this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu")
+        raise ConfigError(
+            f"trainer.device={name} but this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu"
+        )
     return device
 
 
-async def load_policy(recipe: Recipe, environment: Environment, say: Callable[[str], None], *, path: str | None = None) -> Policy:
+async def load_policy(
+    recipe: Recipe, environment: Environment, say: Callable[[str], None], *, path: str | None = None
+) -> Policy:
     """Load `path`, or the recipe's model; `builtin:tiny` is made when the cache doesn't hold it.
 
     Raises:
@@ -60,7 +64,7 @@ async def load_policy(recipe: Recipe, environment: Environment, say: Callable[[s
     longest = max_positions(folder)
     if longest is not None and longest < recipe.rollout.max_trajectory_tokens:
         raise ModelError(
-            f"rollout.max_trajectory_tokens={recipe.rollout.max_trajectory_tokens} is more than the {longest} positions of {path}; "
+            f"rollout.max_trajectory_tokens={recipe.rollout.max_trajectory_tokens} exceeds the {longest} positions of {path}; "
             f"set it to {longest} or less"
         )
     template = None if recipe.model.chat_template is None else Path(recipe.model.chat_template)
@@ -116,5 +120,5 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import transformers
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]

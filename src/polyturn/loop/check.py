@@ -43,8 +43,8 @@ def check(recipe: Recipe) -> Checked:
     estimator = build_estimator(recipe.algorithm.advantage, recipe.algorithm.advantage_options)
     if train_tasks.size is not None and train_tasks.size < recipe.rollout.groups_per_step:
         raise ConfigError(
-            f"rollout.groups_per_step={recipe.rollout.groups_per_step} but there are only {train_tasks.size} training tasks, and a "
-            f"step takes each task once; set rollout.groups_per_step={train_tasks.size} or less"
+            f"rollout.groups_per_step={recipe.rollout.groups_per_step} but there are only {train_tasks.size} training tasks, "
+            f"and a step takes each task once; set rollout.groups_per_step={train_tasks.size} or less"
         )
     eval_tasks = held_out_tasks(resolved.recipe, environment)
     return Checked(

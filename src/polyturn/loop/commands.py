@@ -22,7 +22,9 @@ async def evaluate_model(
     recipe, environment = checked.recipe, checked.environment
     tasks = held_out_tasks(recipe, environment, episodes)
     if not tasks:
-        raise ConfigError("there are no held-out tasks; give --episodes 1 or more, and data.eval_path when tasks come from a file")
+        raise ConfigError(
+            "there are no held-out tasks; give --episodes 1 or more, and data.eval_path when tasks come from a file"
+        )
     policy = await load_policy(recipe, environment, say, path=model)
     engine = build_engine(recipe, policy.model)
     await engine.start()

@@ -101,8 +101,8 @@ def summarise(groups: Sequence[TrajectoryGroup], *, mode: str, max_dropped_share
     if not played or lost > max_dropped_share * len(everything):
         reason = next((t.fault for t in everything if t.fault), "no episodes")
         raise TooManyDroppedError(
-            f"{lost} of {len(everything)} evaluation episodes were lost, more than rollout.max_dropped_share={max_dropped_share} "
-            f"allows; the first reason: {reason}"
+            f"{lost} of {len(everything)} evaluation episodes were lost, more than "
+            f"rollout.max_dropped_share={max_dropped_share} allows; the first reason: {reason}"
         )
     names = sorted({name for trajectory in played for name in trajectory.outcome})
     known = {name: [value for t in played if (value := t.outcome.get(name)) is not None] for name in names}
@@ -119,7 +119,8 @@ def summarise(groups: Sequence[TrajectoryGroup], *, mode: str, max_dropped_share
         tokens=_mean([trajectory.num_completion_tokens for trajectory in played]),
         pass_at=_pass_at(groups),
         end_reasons={
-            reason: sum(t.end_reason == reason for t in played) / len(played) for reason in sorted({t.end_reason for t in played})
+            reason: sum(t.end_reason == reason for t in played) / len(played)
+            for reason in sorted({t.end_reason for t in played})
         },
         counts={name: _per_episode(played, name) for name in counted},
     )

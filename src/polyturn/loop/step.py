@@ -21,7 +21,9 @@ from polyturn.trajectories.pack import pack
 from polyturn.types import Task, TrainBatch, TrainSample, Trajectory, TrajectoryGroup
 
 
-def player_for(recipe: Recipe, environment: Environment, renderer: Renderer, engine: Engine, seed_key: str, *, greedy: bool = False) -> Player:
+def player_for(
+    recipe: Recipe, environment: Environment, renderer: Renderer, engine: Engine, seed_key: str, *, greedy: bool = False
+) -> Player:
     """What all trajectories of a step share. `seed_key` names the step within the run."""
     rollout = recipe.rollout
     return Player(
@@ -113,7 +115,9 @@ def _group_samples(recipe: Recipe, group: TrajectoryGroup, credit: GroupAdvantag
             made = assemble(trajectory, advantages.tolist(), temperature=recipe.rollout.temperature)
             for sample in made:
                 if len(sample) > recipe.trainer.row_tokens:
-                    raise SampleError(f"{trajectory.id}: {len(sample)} tokens do not fit trainer.row_tokens={recipe.trainer.row_tokens}")
+                    raise SampleError(
+                        f"{trajectory.id}: {len(sample)} tokens do not fit trainer.row_tokens={recipe.trainer.row_tokens}"
+                    )
         except SampleError as error:
             report.broken_samples.append(str(error))
         else:
@@ -145,4 +149,3 @@ class DropGuard:
                 f"{lost} of {planned} trajectories of the last {len(self._steps)} steps were lost, more than "
                 f"rollout.max_dropped_share={self._max_share} over {self._window} steps allows; the last reason: {reason}"
             )
-

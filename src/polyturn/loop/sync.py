@@ -17,6 +17,7 @@ from pathlib import Path
 
 from polyturn.advantages.base import GroupAdvantages
 from polyturn.config.resolve import write_resolved
+from polyturn.data.stream import TaskStream
 from polyturn.engine.base import Engine
 from polyturn.errors import TrainingError
 from polyturn.loop.build import Policy, build_engine_and_bridge, build_trainer, load_policy
@@ -30,7 +31,6 @@ from polyturn.models.load import export_model
 from polyturn.rollouts.record import to_json, write_trajectories
 from polyturn.trainer.trainer import Trainer
 from polyturn.types import TrainBatch, TrajectoryGroup
-from polyturn.data.stream import TaskStream
 from polyturn.weight_sync.base import WeightBridge
 
 
@@ -138,7 +138,7 @@ async def evaluate_now(run: Run, *, step: int) -> dict[str, Evaluation]:
     recipe, checked = run.checked.recipe, run.checked
     if not checked.eval_tasks:
         return {}
-    results = {}
+    results: dict[str, Evaluation] = {}
     for mode in recipe.evaluation.modes:
         results[mode] = await evaluate(
             recipe,
@@ -192,7 +192,9 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], report: BatchReport, batc
         "reward_std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0,
         "success": mean(trajectory.success for trajectory in played),
         **{f"outcome/{name}": mean(trajectory.outcome.get(name) for trajectory in played) for name in outcomes},
-        **{f"environment/{name}": mean(sum(turn.counts.get(name, 0.0) for turn in t.turns) for t in played) for name in counted},
+        **{
+            f"environment/{name}": mean(sum(turn.counts.get(name, 0.0) for turn in t.turns) for t in played) for name in counted
+        },
         "turns_per_trajectory": mean(len(trajectory.turns) for trajectory in played),
         "completion_tokens_per_trajectory": mean(trajectory.num_completion_tokens for trajectory in played),
         "truncated_share": mean(trajectory.truncated for trajectory in played),

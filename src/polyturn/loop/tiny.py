@@ -76,8 +76,8 @@ async def _make(recipe: Recipe, environment: Environment, folder: Path, say: Cal
     renderer = Renderer.load(folder)
     tokenizer, end = renderer.tokenizer, renderer.stop_ids[0]
     model = build_tiny(vocab_size=tokenizer.vocab_size, eos_id=end, pad_id=end, seed=recipe.run.seed)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    say(f"model: {TINY}, {num_parameters:,} parameters, {tokenizer.vocab_size} words; warm start on {environment.name}'s demonstrations")
+    size = f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters, {tokenizer.vocab_size} words"
+    say(f"model: {TINY}, {size}; warm start on the demonstrations of {environment.name}")
     copied = frozenset(tokenizer.encode(word)[0] for word in vocabulary.copied)
 
     def report(step: int, nll: float, accuracy: float | None) -> None:
@@ -88,8 +88,9 @@ async def _make(recipe: Recipe, environment: Environment, folder: Path, say: Cal
     assert START.target_accuracy is not None
     if result.accuracy < START.target_accuracy:
         raise ModelError(
-            f"{TINY} copies {result.accuracy:.0%} of the words right after {result.steps} steps on {environment.name}'s demonstrations, "
-            f"and reinforcement starts from {START.target_accuracy:.0%}; use a larger model, or simpler environment.args"
+            f"{TINY} copies {result.accuracy:.0%} of the words right after {result.steps} steps on the demonstrations of "
+            f"{environment.name}, and reinforcement starts from {START.target_accuracy:.0%}; use a larger model, or simpler "
+            "environment.args"
         )
     say(f"warmstart done after {result.steps} steps, copy_accuracy={result.accuracy:.3f}")
     export_model(model, folder, folder)

@@ -126,16 +126,17 @@ def token_accuracy(model: torch.nn.Module, batch: TrainBatch, counted_ids: froze
     return right / max(1, total)
 
 
-async def demonstrate(recipe: Recipe, environment: Environment, renderer: Renderer, task: Task, replies: Sequence[str]) -> Trajectory:
+async def demonstrate(
+    recipe: Recipe, environment: Environment, renderer: Renderer, task: Task, replies: Sequence[str]
+) -> Trajectory:
     """Play `replies` on `task` through the ordinary episode."""
-    end = renderer.stop_ids[0]
     script = iter(replies)
 
-    def reply(_: tuple[int, ...]) -> tuple[int, ...] | Exception:
+    def reply(context_ids: tuple[int, ...]) -> tuple[int, ...] | Exception:
         text = next(script, None)
         if text is None:
             return EnvironmentSetupError(f"the replies for task {task.id} end before its environment is done: {list(replies)}")
-        return (*renderer.tokenizer.encode(text), end)
+        return renderer.tokenizer.encode(renderer.reply_text(text), after=context_ids[-1])
 
     player = player_for(recipe, environment, renderer, ScriptedEngine(reply), "demonstration")
     return await play(player, task, 0)

@@ -107,7 +107,9 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
             try:
                 row = json.loads(line)
                 if row.get("format") != FORMAT:
-                    raise DataError(f"{path}:{number}: trajectory format {row.get('format')!r} is not {FORMAT}, the one this version reads")
+                    raise DataError(
+                        f"{path}:{number}: trajectory format {row.get('format')!r} is not {FORMAT}, the one this version reads"
+                    )
                 yield from_json(row)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(f"{path}:{number}: not a recorded trajectory ({type(error).__name__}: {error})") from error

@@ -196,8 +196,8 @@ class Trainer:
         if not torch.isfinite(value):
             self._optimizer.zero_grad(set_to_none=True)
             raise NonFiniteError(
-                f"the {what} is {float(value)} in optimizer step {self.optimizer_step}, so training can't go on; the weights are "
-                "those of the step before, and this step's trajectories are in the run folder"
+                f"the {what} is {float(value)} in optimizer step {self.optimizer_step}, so training can't go on; the "
+                "weights are those of the step before, and this step's trajectories are in the run folder"
             )
 
 
@@ -209,4 +209,4 @@ def _score(model: torch.nn.Module, rows: Sequence[RowTensors]) -> list[Tensor]:
 
 def _cut(values_N: Tensor, rows: Sequence[RowTensors]) -> list[Tensor]:
     """Values of all rows, back into rows."""
-    return list(values_N.split([len(row.targets_N) for row in rows]))
+    return list(torch.split(values_N, [len(row.targets_N) for row in rows]))

@@ -43,13 +43,17 @@ def check_coverage(source: Mapping[str, torch.Tensor], target: Mapping[str, torc
         )
     for name, tensor in target.items():
         if source[name].shape != tensor.shape:
-            raise WeightSyncError(f"{name} is {tuple(source[name].shape)} in the trainer and {tuple(tensor.shape)} in the engine")
+            raise WeightSyncError(
+                f"{name} is {tuple(source[name].shape)} in the trainer and {tuple(tensor.shape)} in the engine"
+            )
 
 
 def checksum(tensor: torch.Tensor) -> int:
     """A 64-bit sum over the bits of a tensor, weighted by place, so that swapped or changed values show."""
     size = tensor.element_size()
-    words = tensor.detach().contiguous().reshape(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+    words = (
+        tensor.detach().contiguous().reshape(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+    )
     place = torch.arange(1, words.numel() + 1, dtype=torch.int64, device=words.device)
     return int((words.to(torch.int64) * (place * 2654435761 % 4294967291)).sum())
 
@@ -59,6 +63,6 @@ def check_equal(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.T
     wrong = [name for name, tensor in target.items() if checksum(source[name].to(tensor.dtype)) != checksum(tensor)]
     if wrong:
         raise WeightSyncError(
-            f"after push {version} the engine differs from the trainer in {len(wrong)} of {len(target)} tensors, first {wrong[0]}; "
-            "it would sample from stale or mixed weights"
+            f"after push {version} the engine differs from the trainer in {len(wrong)} of {len(target)} tensors, first "
+            f"{wrong[0]}; it would sample from stale or mixed weights"
         )

@@ -21,6 +21,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, get_args
 
 from polyturn.environments.base import Environment, Reply, StepResult, TaskList, Vocabulary, info_of
@@ -33,11 +34,11 @@ NAMES = tuple(
     "amber aspen badger bamboo beacon birch bison bramble canyon cedar cobra comet condor coral cricket crow dahlia delta "
     "eagle ember falcon fern finch fjord fox glacier grove gull harbor hazel heron ibis iris island jackal juniper kestrel "
     "lagoon lark lemur lily lotus lynx maple marsh meadow moose myrtle newt nova oak orchid osprey otter panda pebble pine "
-    "plover quail raven".split()
+    "plover quail raven reef salmon spruce".split()
 )
 VALUES = tuple(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen "
-    "nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion half third quarter dozen".split()
+    "nineteen twenty".split()
 )
 NUM_HELD_OUT = 512
 GIVE_UP_SHARE = 0.65
@@ -95,10 +96,14 @@ class Lookup(Environment):
         instructions: bool = True,
     ) -> None:
         if level not in get_args(Level):
-            raise EnvironmentSetupError(f"environment.args.level={level!r} is no level of lookup; {nearest(str(level), get_args(Level))}")
+            raise EnvironmentSetupError(
+                f"environment.args.level={level!r} is no level of lookup; {nearest(str(level), get_args(Level))}"
+            )
         limit = 12 if level == "chain" else 4
         if not 1 <= max_hops <= limit:
-            raise EnvironmentSetupError(f"environment.args.max_hops={max_hops} is out of range for level {level}; use 1 to {limit}")
+            raise EnvironmentSetupError(
+                f"environment.args.max_hops={max_hops} is out of range for level {level}; use 1 to {limit}"
+            )
         if not 0 <= dead_end_share <= 1:
             raise EnvironmentSetupError(f"environment.args.dead_end_share={dead_end_share} is not a share; use 0 to 1")
         self.level: Level = level
@@ -120,7 +125,7 @@ class Lookup(Environment):
         names = rng.sample(NAMES, 2 * self.max_hops + 1)
         hops = rng.randint(1, self.max_hops)
         records: dict[str, dict[str, Any]] = {}
-        for here, there in zip(names[: hops - 1], names[1:hops], strict=True):
+        for here, there in pairwise(names[:hops]):
             pointers = [there]
             if self.level == "maze":
                 wrong = names[self.max_hops + len(records)]
@@ -136,10 +141,11 @@ class Lookup(Environment):
         return self._task(f"{split}/{seed}/{index}" if split == "train" else f"eval/{index}", names[0], records, answer)
 
     def _task(self, task_id: str, start: str, records: Mapping[str, Any], answer: str) -> Task:
-        opening = (Message(role="user", content=f"find({start})"),)
-        if self.instructions:
-            opening = (Message(role="system", content=INSTRUCTIONS), *opening)
-        return Task(id=task_id, environment=self.name, messages=opening, answer=answer, info={"start": start, "records": records})
+        system = (Message(role="system", content=INSTRUCTIONS),) if self.instructions else ()
+        opening = (*system, Message(role="user", content=f"find({start})"))
+        return Task(
+            id=task_id, environment=self.name, messages=opening, answer=answer, info={"start": start, "records": records}
+        )
 
     def task_from_row(self, row: Mapping[str, Any], task_id: str) -> Task:
         """From `{"start": name, "records": {name: {"value": v} | {"next": [names]} | {}}, "answer": v or "none"}`."""
