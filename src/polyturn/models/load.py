@@ -66,7 +66,7 @@ def export_model(model: Any, source: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(target, safe_serialization=True)
     for name in _TOKENIZER_FILES:
-        if (source / name).is_file():
+        if (source / name).is_file() and source != target:
             shutil.copyfile(source / name, target / name)
 
 
