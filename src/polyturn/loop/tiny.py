@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,23 +13,18 @@ from polyturn.config.schema import Recipe
 from polyturn.environments.base import Environment
 from polyturn.errors import ModelError
 from polyturn.loop.warmstart import WarmstartSettings, warmstart
+from polyturn.models.cache import cache_folder, draft_of, is_model
 from polyturn.models.load import export_model
+from polyturn.models.names import TINY
 from polyturn.models.tiny import build_tiny
 from polyturn.rendering.renderer import Renderer
 from polyturn.rendering.words import save_word_tokenizer
 
-TINY = "builtin:tiny"
 FORMAT = 1
 """Part of the cache key: raised when the model, its start or the demonstrations change."""
 
 START = WarmstartSettings(max_steps=1000, learning_rate=3e-3, target_accuracy=0.93, check_every=5)
 """Far enough to copy, not to persist: reinforcement has something to start from and everything to gain."""
-
-
-def cache_folder() -> Path:
-    """`POLYTURN_CACHE`, else `polyturn` in the user's cache folder."""
-    named = os.environ.get("POLYTURN_CACHE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polyturn"
 
 
 async def ensure_tiny(recipe: Recipe, environment: Environment, say: Callable[[str], None]) -> Path:
@@ -53,20 +45,11 @@ async def ensure_tiny(recipe: Recipe, environment: Environment, say: Callable[[s
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:16]
     folder = cache_folder() / "models" / f"tiny-{environment.name}-{digest}"
-    if (folder / "config.json").is_file():
+    if is_model(folder):
         say(f"model: {TINY} from the cache, {folder}")
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with draft_of(folder) as draft:
         await _make(recipe, environment, draft, say)
-        try:
-            draft.rename(folder)
-        except OSError:
-            if not (folder / "config.json").is_file():  # else another run made the same one meanwhile
-                raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return folder
 
 

@@ -32,7 +32,7 @@ def model_folder(path: str) -> Path:
             raise ModelError(f"model.path={path} has no config.json; give a folder that transformers' save_pretrained wrote")
         return folder
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ModelError(f"model.path={path} does not exist; give a folder, a hub id such as owner/name, or builtin:tiny")
+        raise ModelError(f"model.path={path} does not exist; give a folder, a hub id such as owner/name, or a builtin: model")
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.jinja", "*.safetensors", "*.model"]
