@@ -1,4 +1,4 @@
-"""`polyturn env list` and `polyturn env check ID [key=value ...]`."""
+"""`polyturn env list` and `polyturn env check ID [key=value ...] [--data FILE]`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def register(verbs: Any) -> None:
         description="Play by hand: gold replies must score full marks, empty ones must not; an episode is printed.",
     )
     checking.add_argument("id", metavar="ID", help="a name of `polyturn env list`, or package.module:Class")
-    checking.add_argument("arguments", metavar="key=value", nargs="*", help="arguments of the environment")
+    checking.add_argument("overrides", metavar="key=value", nargs="*", help="arguments of the environment")
+    checking.add_argument("--data", metavar="FILE", help="rows to play: a JSONL file, or hf:owner/name[:config][@split]")
     checking.add_argument("--seed", type=int, default=0, help="seed of the tasks (default 0)")
     checking.set_defaults(run=run_check)
 
@@ -44,9 +45,11 @@ def run_check(args: argparse.Namespace) -> int:
     from polyturn.config.load import parse_assignments
     from polyturn.environments.contract import check_contract, show
     from polyturn.environments.registry import build_environment
+    from polyturn.loop.tasks import tasks_from_file
 
-    environment = build_environment(args.id, parse_assignments(args.arguments))
-    report = asyncio.run(check_contract(environment, seed=args.seed))
+    environment = build_environment(args.id, parse_assignments(args.overrides))
+    rows = None if args.data is None else tasks_from_file(args.data, environment)
+    report = asyncio.run(check_contract(environment, seed=args.seed, rows=rows))
     if report.shown is not None:
         print(show(report.shown))
     for line in report.passed:

@@ -44,11 +44,12 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({mode: result.metrics("eval") for mode, result in results.items()}, indent=2))
     else:
         for result in results.values():
-            _print(result)
+            print_evaluation(result)
     return 0
 
 
-def _print(result: Evaluation) -> None:
+def print_evaluation(result: Evaluation) -> None:
+    """A table of what was measured, a line a number."""
     rows = [
         ("success", str(result.success)),
         *((f"pass@{k}", str(estimate)) for k, estimate in result.pass_at.items() if k > 1),

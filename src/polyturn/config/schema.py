@@ -53,9 +53,9 @@ class DataSection(Section):
     """Where tasks come from; an environment that makes its own tasks needs none of this."""
 
     path: str | None = None
-    """JSONL file of training rows."""
+    """JSONL file of training rows, plain or `.gz`, or `hf:owner/name[:config][@split]` for a data set on the hub."""
     eval_path: str | None = None
-    """JSONL file of evaluation rows."""
+    """Held-out rows, likewise; of a hub data set the split `test` where none is named."""
     shuffle: bool = True
     """Shuffle the rows of each epoch, from the run's seed."""
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyturn.environments.base import Environment, Reply
+from polyturn.environments.base import Environment, Reply, TaskList
 from polyturn.errors import EnvironmentSetupError
-from polyturn.types import Message, Task
+from polyturn.types import Message, Task, TaskSource
 
 NUM_TASKS = 8
 MAX_TURNS = 64
@@ -72,15 +72,21 @@ async def play_by_hand(environment: Environment, task: Task, replies: Sequence[s
     return Episode(task=task, transcript=tuple(transcript), turn_rewards=tuple(rewards), outcome=outcome, done=done)
 
 
-async def check_contract(environment: Environment, *, seed: int = 0) -> ContractReport:
-    """Hold `environment` to its contract on the first tasks of both splits. An exception is a broken rule, not an error."""
+async def check_contract(environment: Environment, *, seed: int = 0, rows: TaskSource | None = None) -> ContractReport:
+    """Hold `environment` to its contract on the first tasks of both splits. An exception is a broken rule, not an error.
+
+    `rows` are tasks made from a file, for an environment that makes none itself.
+    """
     report = ContractReport()
-    train, held_out = environment.tasks("train", seed), environment.tasks("eval", seed)
+    if rows is None:
+        train, held_out = environment.tasks("train", seed), environment.tasks("eval", seed)
+        report.rule("the same index gives the same task", _repeatable(environment, seed))
+        report.rule("held-out tasks do not depend on the seed", _held_out_fixed(environment, seed))
+    else:
+        train, held_out = rows, TaskList([])
     if train.size == 0:
         raise EnvironmentSetupError(f"environment {environment.name} has no training tasks")
-    tasks = [source[index] for source in (train, held_out) for index in range(min(NUM_TASKS, source.size or NUM_TASKS))]
-    report.rule("the same index gives the same task", _repeatable(environment, seed))
-    report.rule("held-out tasks do not depend on the seed", _held_out_fixed(environment, seed))
+    tasks = [source[index] for source in (train, held_out) for index in range(_count(source))]
     report.rule("task ids are unique", None if len({task.id for task in tasks}) == len(tasks) else "two tasks share an id")
     longest: Episode | None = None
     problems: dict[str, str | None] = dict.fromkeys(("gold", "empty", "demonstration"))
@@ -134,7 +140,7 @@ def _judge(environment: Environment, episode: Episode, name: str) -> str | None:
 
 def _repeatable(environment: Environment, seed: int) -> str | None:
     first, again = environment.tasks("train", seed), environment.tasks("train", seed)
-    count = min(NUM_TASKS, first.size or NUM_TASKS)
+    count = _count(first)
     wrong = next((index for index in range(count) if first[index] != again[index] or first[index] != first[index]), None)
     return None if wrong is None else f"training task {wrong} differs when asked for again"
 
@@ -143,8 +149,13 @@ def _held_out_fixed(environment: Environment, seed: int) -> str | None:
     first, other = environment.tasks("eval", seed), environment.tasks("eval", seed + 1)
     if first.size != other.size:
         return f"{first.size} tasks with seed {seed}, {other.size} with seed {seed + 1}"
-    wrong = next((index for index in range(min(NUM_TASKS, first.size or NUM_TASKS)) if first[index] != other[index]), None)
+    wrong = next((index for index in range(_count(first)) if first[index] != other[index]), None)
     return None if wrong is None else f"held-out task {wrong} changes with the seed"
+
+
+def _count(source: TaskSource) -> int:
+    """How many tasks of a source are played."""
+    return NUM_TASKS if source.size is None else min(NUM_TASKS, source.size)
 
 
 async def _call(method: Any, *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the command line runs besides training: measure a model, warm-start one."""
+"""What the command line runs besides training: measure a model, record its trajectories, warm-start one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+from polyturn.data.stream import TaskStream
 from polyturn.errors import ConfigError
 from polyturn.loop.build import build_engine, load_policy
 from polyturn.loop.check import Checked
-from polyturn.loop.evaluate import Evaluation, evaluate
+from polyturn.loop.evaluate import Evaluation, evaluate, summarise
+from polyturn.loop.step import make_groups, player_for
 from polyturn.loop.tasks import held_out_tasks
 from polyturn.loop.warmstart import WarmstartResult, WarmstartSettings, warmstart
 from polyturn.models.load import export_model
+from polyturn.rollouts.record import to_json, write_trajectories
+from polyturn.types import Trajectory
+
+FIRST_STEP = "train/1"
+"""Seed key of the first training step: the same tasks, the same noise."""
 
 
 async def evaluate_model(
@@ -45,6 +52,51 @@ async def evaluate_model(
         await engine.stop()
 
 
+async def rollout_model(
+    checked: Checked, *, model: str | None, num_tasks: int | None, out: Path, say: Callable[[str], None]
+) -> Evaluation:
+    """Play the first `num_tasks` training tasks (a step's when None) as the first training step would, and record them.
+
+    Returns what the trajectories came to.
+
+    Raises:
+        ConfigError: more tasks than there are.
+        TooManyDroppedError: more than `rollout.max_dropped_share` were lost to faults; the file is written all the same.
+    """
+    recipe, size = checked.recipe, checked.train_tasks.size
+    count = recipe.rollout.groups_per_step if num_tasks is None else num_tasks
+    if size is not None and count > size:
+        raise ConfigError(f"--tasks={count} but there are only {size} training tasks; give {size} or less")
+    policy = await load_policy(recipe, checked.environment, say, path=model)
+    engine = build_engine(recipe, policy.model)
+    tasks = TaskStream(checked.train_tasks, seed=recipe.run.seed, shuffle=recipe.data.shuffle).take(count)
+    player = player_for(recipe, checked.environment, policy.renderer, engine, FIRST_STEP)
+    progress = _Progress(count * recipe.rollout.group_size, say)
+    await engine.start()
+    try:
+        groups = await make_groups(recipe, player, tasks, progress.count)
+    finally:
+        await engine.stop()
+    rows = (to_json(trajectory) for group in groups for trajectory in group.trajectories)
+    await asyncio.to_thread(write_trajectories, out, rows)
+    return summarise(groups, mode="sampled", max_dropped_share=recipe.rollout.max_dropped_share)
+
+
+class _Progress:
+    """Says how many trajectories have ended, at every tenth of them."""
+
+    def __init__(self, total: int, say: Callable[[str], None]) -> None:
+        self._total = total
+        self._say = say
+        self._done = self._faults = 0
+
+    def count(self, trajectory: Trajectory) -> None:
+        self._done += 1
+        self._faults += trajectory.fault is not None
+        if self._done * 10 // self._total > (self._done - 1) * 10 // self._total:
+            self._say(f"rollout: {self._done} of {self._total} trajectories, {self._faults} faults")
+
+
 async def warmstart_model(
     checked: Checked, settings: WarmstartSettings, out: Path, *, say: Callable[[str], None]
 ) -> WarmstartResult:
@@ -56,6 +108,8 @@ async def warmstart_model(
         if accuracy is not None:
             say(f"warmstart step={step} nll={nll:.4g} token_accuracy={accuracy:.3f}")
 
-    result = await warmstart(recipe, environment, policy.renderer, policy.model, settings, on_step=report)
+    result = await warmstart(
+        recipe, environment, policy.renderer, policy.model, settings, source=checked.train_tasks, on_step=report
+    )
     await asyncio.to_thread(export_model, policy.model, policy.folder, out)
     return result

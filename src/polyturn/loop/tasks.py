@@ -18,14 +18,14 @@ def load_tasks(recipe: Recipe, environment: Environment, split: Split) -> TaskSo
     if recipe.data.path is None:
         return environment.tasks(split, recipe.run.seed)
     path = recipe.data.path if split == "train" else recipe.data.eval_path
-    return TaskList([]) if path is None else tasks_from_file(path, environment)
+    return TaskList([]) if path is None else tasks_from_file(path, environment, split)
 
 
-def tasks_from_file(path: str, environment: Environment) -> TaskList:
-    """Tasks from the rows of a JSONL file, with ids `file:line`. Raises DataError naming every bad row."""
+def tasks_from_file(path: str, environment: Environment, split: Split = "train") -> TaskList:
+    """Tasks from the rows of a JSONL file or hub data set, with ids `file:line`. Raises DataError naming every bad row."""
     tasks: list[Task] = []
     problems: list[str] = []
-    for where, row in read_rows(path):
+    for where, row in read_rows(path, default_split="train" if split == "train" else "test"):
         try:
             tasks.append(environment.task_from_row(row, where))
         except DataError as error:

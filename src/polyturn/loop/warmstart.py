@@ -69,6 +69,7 @@ async def warmstart(
     model: torch.nn.Module,
     settings: WarmstartSettings,
     *,
+    source: TaskSource | None = None,
     counted_ids: frozenset[int] | None = None,
     on_step: Callable[[int, float, float | None], None] | None = None,
 ) -> WarmstartResult:
@@ -80,13 +81,14 @@ async def warmstart(
         renderer: of the model.
         model: trained in place.
         settings: see WarmstartSettings.
+        source: tasks to demonstrate; the environment's own when None.
         counted_ids: tokens that `accuracy` looks at; all of them when None.
         on_step: called with step, negative log-likelihood per token, and accuracy where it was checked.
 
     Raises:
         EnvironmentSetupError: a demonstration did not play to its end.
     """
-    source = environment.tasks("train", recipe.run.seed)
+    source = environment.tasks("train", recipe.run.seed) if source is None else source
     held_out = await _batch(recipe, environment, renderer, _tasks(source, 0, settings.held_out))
     trainer = Trainer(
         model,

@@ -128,3 +128,7 @@ def _write_model(weights: Path, folder: Path) -> None:
     model.tie_weights()
     model.generation_config = read.generation_config
     model.save_pretrained(folder)
+
+
+def _unreadable(what: str, weights: Path, error: Exception) -> ModelError:
+    return ModelError(f"transformers could not read the {what} in {weights} ({type(error).__name__}: {error}); {REINSTALL}")

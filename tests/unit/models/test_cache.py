@@ -25,9 +25,14 @@ def test_a_draft_takes_its_place_when_it_is_whole(tmp_path):
 
 def test_a_draft_that_failed_leaves_nothing(tmp_path):
     folder = tmp_path / "models" / "x"
-    with pytest.raises(RuntimeError, match="half way"), draft_of(folder) as draft:
-        (draft / "config.json").write_text("{}")
-        raise RuntimeError("half way")
+
+    def make():
+        with draft_of(folder) as draft:
+            (draft / "config.json").write_text("{}")
+            raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        make()
     assert list(folder.parent.iterdir()) == []
 
 

@@ -1,0 +1,1 @@
+"""What environments score with. Nothing here knows tasks or trajectories."""

@@ -1,0 +1,118 @@
+"""Trains one step on recorded trajectories, without an engine: the same file gives the same loss, to the bit.
+
+    file ─> groups by task ─> credit every turn ─> assemble, filter, pack ─> train
+
+For a step that went wrong, and for comparing estimators and losses on equal data. On a GPU, equal to the bit as far as its
+kernels allow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polyturn.errors import DataError
+from polyturn.loop.build import build_trainer, load_policy
+from polyturn.loop.check import Checked
+from polyturn.loop.step import BatchReport, build_batches
+from polyturn.models.load import export_model
+from polyturn.rollouts.record import read_trajectories
+from polyturn.types import Trajectory, TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What the step came to: the trainer's metrics, and what was left out of the batch."""
+
+    metrics: dict[str, float]
+    report: BatchReport
+    num_groups: int
+
+
+async def replay(checked: Checked, path: Path, *, model: str | None, out: Path | None, say: Callable[[str], None]) -> Replayed:
+    """Train the recipe's model (or `model`) one step on the trajectories in `path`; with `out`, export the result there.
+
+    Raises:
+        DataError: a line that is no trajectory of this recipe's environment and model (file and line), or nothing to train.
+        NonFiniteError: the loss or its gradient is nan or inf.
+    """
+    recipe = checked.recipe
+    recorded = list(read_trajectories(path))
+    groups = group_recorded(path, recorded, checked.environment.name)
+    policy = await load_policy(recipe, checked.environment, say, path=model)
+    refuse_other_vocabulary(path, recorded, policy.model)
+    batches, report = build_batches(recipe, groups, checked.estimator(groups))
+    if not batches:
+        raise DataError(
+            f"{path}: nothing to train in {len(groups)} groups: {report.zero_advantage_groups} with all advantages 0, "
+            f"{report.small_groups} with fewer than two valid siblings, {len(report.broken_samples)} broken samples; "
+            "record more tasks"
+        )
+    trainer = build_trainer(recipe, policy.model)
+    versions = [version for trajectory in recorded for turn in trajectory.turns for version in turn.policy_versions]
+    trainer.version = max(versions, default=0)
+    with _equal_to_the_bit():
+        metrics = await asyncio.to_thread(trainer.train, batches)
+    if out is not None:
+        await asyncio.to_thread(export_model, policy.model, policy.folder, out)
+    return Replayed(metrics=metrics, report=report, num_groups=len(groups))
+
+
+def group_recorded(path: Path, recorded: list[Trajectory], environment: str) -> list[TrajectoryGroup]:
+    """Groups by task in the order of the file, siblings in their own. Raises DataError with the line that doesn't fit."""
+    siblings: dict[str, dict[int, Trajectory]] = {}
+    for line, trajectory in enumerate(recorded, 1):
+        task = trajectory.task
+        if task.environment != environment:
+            raise DataError(
+                f"{path}:{line}: a trajectory of environment {task.environment!r}, and the recipe's is {environment!r}; "
+                "replay it with the recipe that it was recorded with"
+            )
+        group = siblings.setdefault(task.id, {})
+        if trajectory.sibling in group:
+            raise DataError(
+                f"{path}:{line}: sibling {trajectory.sibling} of task {task.id} is there twice; "
+                "a file holds one step, so split it, or record again"
+            )
+        first = next(iter(group.values()), trajectory)
+        if first.task != task:
+            raise DataError(
+                f"{path}:{line}: task {task.id} is not the one of the same id above; trajectories of different tasks can't be "
+                "siblings"
+            )
+        group[trajectory.sibling] = trajectory
+    return [
+        TrajectoryGroup(task=group[min(group)].task, trajectories=tuple(group[sibling] for sibling in sorted(group)))
+        for group in siblings.values()
+    ]
+
+
+def refuse_other_vocabulary(path: Path, recorded: list[Trajectory], model: Any) -> None:
+    """Raise DataError with the first line whose token ids the model doesn't have."""
+    size = model.get_input_embeddings().num_embeddings
+    for line, trajectory in enumerate(recorded, 1):
+        largest = max((token for turn in trajectory.turns for token in (*turn.prompt_ids, *turn.completion_ids)), default=0)
+        if largest >= size:
+            raise DataError(
+                f"{path}:{line}: token id {largest} is outside the model's {size}; replay it with the model that it was "
+                "recorded with"
+            )
+
+
+@contextmanager
+def _equal_to_the_bit() -> Iterator[None]:
+    """Kernels that give equal sums each time, where there are any."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
