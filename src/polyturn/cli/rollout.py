@@ -17,9 +17,7 @@ def register(verbs: Any) -> None:
     )
     add_recipe(parser)
     parser.add_argument("--out", metavar="FILE.jsonl", required=True, help="file for the trajectories; must not exist yet")
-    parser.add_argument(
-        "--tasks", metavar="N", type=int, help="tasks to play; those of a step when left out"
-    )
+    parser.add_argument("--tasks", metavar="N", type=int, help="tasks to play; those of a step when left out")
     parser.add_argument("--model", metavar="PATH", help="folder or hub id; the recipe's model when left out")
     parser.set_defaults(run=run)
 

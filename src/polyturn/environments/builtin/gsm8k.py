@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from polyturn.environments.base import Environment, Reply, StepResult
 from polyturn.environments.rewards.numbers import boxed, last_number, read_number, same_number
+from polyturn.environments.rewards.plain import plain
 from polyturn.environments.tools.calculator import MAX_LENGTH, CalculatorError, calculate
 from polyturn.errors import DataError, EnvironmentSetupError, nearest
 from polyturn.processes.threads import in_thread
@@ -35,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 Tool = Literal["none", "calculator"]
 MARK = "####"
+MAX_ANSWER = 200
+"""Characters of an answer that are looked at."""
 MAX_CALLS = 8
 """Calls of one reply that are run; the others are not."""
 
@@ -48,8 +51,24 @@ INSTRUCTIONS: Mapping[Tool, str] = {
         f"{_ANSWER_FORMAT}"
     ),
 }
+EXAMPLES: tuple[tuple[str, str, str], ...] = (
+    (
+        "A baker fills 6 trays with 12 rolls each and sells 50 rolls. How many rolls are left?",
+        "6 * 12 - 50",
+        f"The baker makes 6 * 12 = 72 rolls. 72 - 50 = 22 rolls are left.\n{MARK} 22",
+    ),
+    (
+        "Tom earns $15 an hour. He works 8 hours a day for 5 days. How much does he earn?",
+        "15 * 8 * 5",
+        f"Tom works 8 * 5 = 40 hours. He earns 15 * 40 = $600.\n{MARK} 600",
+    ),
+)
+"""Question, calculation and solution of the worked examples that `examples` shows. Written for this."""
+
 _ANNOTATION = re.compile(r"<<([^<>]*?)=([^<>=]*)>>")
-_MARKED = re.compile(rf"{MARK}[^\S\n]*([^\n]*)")
+_MARKED = re.compile(rf"^[^\S\n*]*\**{MARK}[^\S\n]*([^\n#]*)", re.MULTILINE)
+_NUMERIC = re.compile(r"\W*(?:\w+\s*=)?\W*(?:\d|sqrt|pi\b)")
+"""How an answer starts; `#### Step 1` is a heading."""
 _AMBIGUOUS = re.compile(r"\d,\d")
 
 
@@ -79,6 +98,7 @@ class Gsm8k(Environment):
         turn_reward: float = 0.0,
         format_reward: float = 0.0,
         accept_unmarked: bool = False,
+        examples: int = 0,
         instructions: bool = True,
     ) -> None:
         if tool not in get_args(Tool):
@@ -95,10 +115,15 @@ class Gsm8k(Environment):
             raise EnvironmentSetupError(
                 f"environment.args.turn_reward={turn_reward} pays calls, and there are none with tool=none; use tool=calculator"
             )
+        if not 0 <= examples <= len(EXAMPLES):
+            raise EnvironmentSetupError(
+                f"environment.args.examples={examples} is out of range; use 0 to {len(EXAMPLES)} worked examples"
+            )
         self.tool: Tool = tool
         self.turn_reward = turn_reward
         self.format_reward = format_reward
         self.accept_unmarked = accept_unmarked
+        self.examples = examples
         self.instructions = instructions
 
     # ── tasks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -130,11 +155,27 @@ class Gsm8k(Environment):
             raise DataError(f"field 'answer': {shown}; its last line must be {MARK} NUMBER")
         if _AMBIGUOUS.search(final) and "," in final and number == read_number(final.replace(",", ".")):
             _log.warning("%s: %r could mean two numbers; its comma is read as a decimal comma", task_id, final)
-        system = (Message(role="system", content=INSTRUCTIONS[self.tool]),) if self.instructions else ()
+        system = [Message(role="system", content=INSTRUCTIONS[self.tool])] if self.instructions else []
         question = Message(role="user", content=row["question"].strip())
         return Task(
-            id=task_id, environment=self.name, messages=(*system, question), answer=final, info={"steps": steps.strip()}
+            id=task_id,
+            environment=self.name,
+            messages=(*system, *self._shown_examples(), question),
+            answer=final,
+            info={"steps": steps.strip()},
         )
+
+    def _shown_examples(self) -> list[Message]:
+        """Worked examples as earlier turns of the conversation."""
+        messages = []
+        for question, expression, solution in EXAMPLES[: self.examples]:
+            messages.append(Message(role="user", content=question))
+            if self.tool == "calculator":
+                call = format_tool_call("calculator", {"expression": expression})
+                messages.append(Message(role="assistant", content=call))
+                messages.append(Message(role="tool", content=f"{expression} = {calculate(expression)}"))
+            messages.append(Message(role="assistant", content=solution))
+        return messages
 
     # ── one trajectory ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -195,10 +236,10 @@ class Gsm8k(Environment):
         """The answer in a reply and whether it was given in the form asked for. What a limit cut off is no answer."""
         text = reply.text
         whole = text[: text.rfind("\n") + 1] if reply.truncated else text
-        marked = [found for match in _MARKED.finditer(whole) if (found := match[1].strip())]
-        given = marked[-1] if marked else boxed(text)
-        if given is not None:
-            return given, read_number(given) is not None
+        found = [match[1].strip() for match in _MARKED.finditer(whole)] or [boxed(text) or ""]
+        given = [answer for answer in found if _NUMERIC.match(plain(answer[:MAX_ANSWER]))]
+        if given:
+            return given[-1], True
         return (last_number(text) if self.accept_unmarked and not reply.truncated else None), False
 
     # ── demonstrations ─────────────────────────────────────────────────────────────────────────────────────────────────
