@@ -198,6 +198,8 @@ class TrainerSection(Section):
     """Token budget of a packed row; one row is one micro-batch."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    step_deadline_s: float = Field(default=3600.0, gt=0)
+    """A training step that takes longer ends the run."""
     threads: int | None = Field(default=None, gt=0)
     """CPU threads of torch; None leaves them alone."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from polyturn.loop.evaluate import Evaluation, evaluate
 from polyturn.loop.tasks import held_out_tasks
 from polyturn.loop.warmstart import WarmstartResult, WarmstartSettings, warmstart
 from polyturn.models.load import export_model
+from polyturn.processes.threads import in_thread
 
 
 async def evaluate_model(
@@ -57,5 +57,5 @@ async def warmstart_model(
             say(f"warmstart step={step} nll={nll:.4g} token_accuracy={accuracy:.3f}")
 
     result = await warmstart(recipe, environment, policy.renderer, policy.model, settings, on_step=report)
-    await asyncio.to_thread(export_model, policy.model, policy.folder, out)
+    await in_thread(export_model, policy.model, policy.folder, out)
     return result

@@ -8,7 +8,6 @@ runs in a thread, so that the event loop always answers and every wait has its d
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +27,8 @@ from polyturn.metrics.run_folder import RunFolder
 from polyturn.metrics.sinks import MetricsLog
 from polyturn.metrics.spans import Spans
 from polyturn.models.load import export_model
+from polyturn.processes.deadlines import deadline
+from polyturn.processes.threads import in_thread
 from polyturn.rollouts.record import to_json, write_trajectories
 from polyturn.trainer.trainer import Trainer
 from polyturn.types import TrainBatch, TrajectoryGroup
@@ -105,7 +106,7 @@ async def train(run: Run) -> Outcome:
         after = await evaluate_now(run, step=recipe.run.steps)
     finally:
         await run.engine.stop()
-    await asyncio.to_thread(export_model, run.trainer.model, run.policy.folder, run.folder.export)
+    await in_thread(export_model, run.trainer.model, run.policy.folder, run.folder.export)
     return Outcome(before=before, after=after, folder=run.folder.root, export=run.folder.export)
 
 
@@ -121,7 +122,7 @@ async def train_step(run: Run, step: int) -> None:
     save_trajectories(run, step, groups, credit)
     run.guard.check(report)
     with spans.span("train"):
-        metrics = await asyncio.to_thread(run.trainer.train, batches) if batches else {}
+        metrics = await train_batches(run, batches)
     refuse_mismatch(run, metrics)
     if step % recipe.weight_sync.every_steps == 0:
         with spans.span("push"):
@@ -131,6 +132,15 @@ async def train_step(run: Run, step: int) -> None:
     metrics["policy_version"] = run.engine.policy_version
     metrics["optimizer_step"] = run.trainer.optimizer_step
     run.log.write(step, metrics)
+
+
+async def train_batches(run: Run, batches: Sequence[TrainBatch]) -> dict[str, float]:
+    """The trainer's step, in a thread; nothing to do when every group was filtered out."""
+    if not batches:
+        return {}
+    limit_s = run.checked.recipe.trainer.step_deadline_s
+    async with deadline(limit_s, "the trainer's step (trainer.step_deadline_s)"):
+        return await in_thread(run.trainer.train, batches)
 
 
 async def evaluate_now(run: Run, *, step: int) -> dict[str, Evaluation]:

@@ -7,10 +7,10 @@ the supervised loss, so the trainer needs nothing new.
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from polyturn.engine.scripted import ScriptedEngine
 from polyturn.environments.base import Environment
 from polyturn.errors import EnvironmentSetupError
 from polyturn.loop.step import player_for
+from polyturn.processes.threads import in_thread
 from polyturn.rendering.renderer import Renderer
 from polyturn.rollouts.episode import play
 from polyturn.trainer.forward import to_tensors, trained_logprobs
@@ -43,14 +44,37 @@ SUPERVISED = LossOptions(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmstartSettings:
-    """How long, how fast, and when it is enough. `target_accuracy` is checked every `check_every` steps."""
+    """How long, how fast, and when it is enough.
+
+    `target_accuracy` is checked every `check_every` steps; once it is reached, `cooldown_steps` more at a third of the
+    learning rate, falling to 0, take the noise of the high rate out of the weights.
+    """
 
     max_steps: int = 200
+    cooldown_steps: int = 0
     demonstrations_per_step: int = 64
     learning_rate: float = 3e-4
     target_accuracy: float | None = None
     check_every: int = 10
     held_out: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Steps at one peak learning rate."""
+
+    steps: int
+    learning_rate: float
+
+    def trainer_settings(self, schedule: Literal["constant", "linear"]) -> TrainerSettings:
+        """The supervised loss with this rate."""
+        return TrainerSettings(
+            learning_rate=self.learning_rate,
+            loss=SUPERVISED,
+            total_optimizer_steps=self.steps,
+            warmup_steps=min(10, self.steps),
+            schedule=schedule,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,26 +112,23 @@ async def warmstart(
     """
     source = environment.tasks("train", recipe.run.seed)
     held_out = await _batch(recipe, environment, renderer, _tasks(source, 0, settings.held_out))
-    trainer = Trainer(
-        model,
-        TrainerSettings(
-            learning_rate=settings.learning_rate, loss=SUPERVISED, total_optimizer_steps=settings.max_steps, warmup_steps=10
-        ),
-    )
-    accuracy, nll, step = 0.0, float("nan"), 0
-    for step in range(1, settings.max_steps + 1):
-        first = settings.held_out + (step - 1) * settings.demonstrations_per_step
-        batch = await _batch(recipe, environment, renderer, _tasks(source, first, settings.demonstrations_per_step))
-        metrics = await asyncio.to_thread(trainer.train, [batch])
-        nll = -metrics["logprob"]
-        checked = None
-        if step % settings.check_every == 0 or step == settings.max_steps:
-            accuracy = checked = await asyncio.to_thread(token_accuracy, model, held_out, counted_ids)
-        if on_step is not None:
-            on_step(step, nll, checked)
-        if settings.target_accuracy is not None and checked is not None and checked >= settings.target_accuracy:
-            break
-    return WarmstartResult(steps=step, accuracy=accuracy, negative_log_likelihood=nll)
+    first, last = Phase(settings.max_steps, settings.learning_rate), Phase(settings.cooldown_steps, settings.learning_rate / 3)
+    accuracy, nll, done = 0.0, float("nan"), 0
+    for phase, target in ((first, settings.target_accuracy), (last, None)):
+        trainer = Trainer(model, phase.trainer_settings("constant" if phase is first else "linear"))
+        for step in range(1, phase.steps + 1):
+            start = settings.held_out + done * settings.demonstrations_per_step
+            batch = await _batch(recipe, environment, renderer, _tasks(source, start, settings.demonstrations_per_step))
+            metrics = await in_thread(trainer.train, [batch])
+            done, nll = done + 1, -metrics["logprob"]
+            checked = None
+            if step % settings.check_every == 0 or step == phase.steps:
+                accuracy = checked = await in_thread(token_accuracy, model, held_out, counted_ids)
+            if on_step is not None:
+                on_step(done, nll, checked)
+            if target is not None and checked is not None and checked >= target:
+                break
+    return WarmstartResult(steps=done, accuracy=accuracy, negative_log_likelihood=nll)
 
 
 @torch.inference_mode()
