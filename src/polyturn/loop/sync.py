@@ -29,10 +29,14 @@ from polyturn.metrics.spans import Spans
 from polyturn.models.load import export_model
 from polyturn.processes.deadlines import deadline
 from polyturn.processes.threads import in_thread
+from polyturn.processes.watchdog import LoopWatchdog
 from polyturn.rollouts.record import to_json, write_trajectories
 from polyturn.trainer.trainer import Trainer
 from polyturn.types import TrainBatch, TrajectoryGroup
 from polyturn.weight_sync.base import WeightBridge
+
+LOOP_GRACE_S = 30.0
+"""How much longer than a tool's deadline the event loop may stand still before the run is ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,15 +99,16 @@ async def train(run: Run) -> Outcome:
     write_resolved(run.checked.resolved, run.folder.recipe)
     await run.engine.start()
     try:
-        await run.bridge.push(run.trainer.version)
-        before = await evaluate_now(run, step=0)
-        for step in range(1, recipe.run.steps + 1):
-            await train_step(run, step)
-            every = recipe.evaluation.every_steps
-            if every is not None and step % every == 0 and step < recipe.run.steps:
-                await evaluate_now(run, step=step)
-        await run.bridge.push(run.trainer.version)
-        after = await evaluate_now(run, step=recipe.run.steps)
+        with LoopWatchdog(recipe.rollout.tool_deadline_s + LOOP_GRACE_S):
+            await run.bridge.push(run.trainer.version)
+            before = await evaluate_now(run, step=0)
+            for step in range(1, recipe.run.steps + 1):
+                await train_step(run, step)
+                every = recipe.evaluation.every_steps
+                if every is not None and step % every == 0 and step < recipe.run.steps:
+                    await evaluate_now(run, step=step)
+            await run.bridge.push(run.trainer.version)
+            after = await evaluate_now(run, step=recipe.run.steps)
     finally:
         await run.engine.stop()
     await in_thread(export_model, run.trainer.model, run.policy.folder, run.folder.export)

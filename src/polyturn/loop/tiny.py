@@ -25,7 +25,7 @@ TINY = "builtin:tiny"
 FORMAT = 1
 """Part of the cache key: raised when the model, its start or the demonstrations change."""
 
-START = WarmstartSettings(max_steps=1000, cooldown_steps=60, learning_rate=3e-3, target_accuracy=0.93, check_every=5)
+START = WarmstartSettings(max_steps=1000, cooldown_steps=20, learning_rate=3e-3, target_accuracy=0.93, check_every=5)
 """Far enough to copy, not to persist: reinforcement has something to start from and everything to gain."""
 
 

@@ -123,7 +123,7 @@ class Lookup(Environment):
     def _make(self, split: Split, seed: int, index: int) -> Task:
         rng = random.Random(f"lookup/{self.level}/{self.max_hops}/{self.dead_end_share}/{split}/{seed}/{index}")
         names = rng.sample(NAMES, 2 * self.max_hops + 1)
-        hops = rng.randint(1, self.max_hops)
+        hops = 1 + index % self.max_hops  # every length equally often, in any stretch of tasks
         records: dict[str, dict[str, Any]] = {}
         for here, there in pairwise(names[:hops]):
             pointers = [there]
