@@ -52,7 +52,7 @@ def batch_arithmetic(recipe: Recipe, num_train_tasks: int | None) -> BatchArithm
         trajectories=None if steps is None else steps * trajectories,
         max_tokens=None if steps is None else steps * tokens,
         epochs=None if steps is None or not num_train_tasks else steps * rollout.groups_per_step / num_train_tasks,
-        weight_pushes=None if steps is None else steps // recipe.weight_sync.every_steps,
+        weight_pushes=None if steps is None else math.ceil(steps / recipe.weight_sync.every_steps),
     )
 
 
@@ -73,12 +73,7 @@ def sentences(recipe: Recipe, num_train_tasks: int | None) -> tuple[str, ...]:
         lines.append(_length_sentence(numbers, num_train_tasks))
         lines.append(
             f"The engine gets new weights {_count(numbers.weight_pushes or 0, 'time')}, "
-            f"{_every(recipe.weight_sync.every_steps)}."
-        )
-    if num_train_tasks is not None and num_train_tasks < numbers.groups_per_step:
-        lines.append(
-            f"There are only {_count(num_train_tasks, 'training task')}, so a step of {numbers.groups_per_step} plays some "
-            f"twice; rollout.groups_per_step={num_train_tasks} would not."
+            f"{_every(recipe.weight_sync.every_steps)} and at the end."
         )
     lines.append(_evaluation_sentence(recipe, numbers.steps))
     return tuple(lines)
