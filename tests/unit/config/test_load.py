@@ -134,8 +134,8 @@ def test_a_section_with_nothing_below_it_is_a_section_of_defaults(write):
         ("evaluation: {modes: [greed]}", "3: evaluation.modes[0]: 'greed' is no valid value; did you mean greedy?"),
         (
             "evaluation: {modes: []}",
-            "3: evaluation.modes: this list is empty; a list, each one of sampled, greedy is needed: give one, or leave the key "
-            "out for ['sampled']",
+            "3: evaluation.modes: this list is empty; a list, each one of sampled, greedy is needed: give one, or leave the "
+            "key out for ['sampled']",
         ),
         ("rollout: 7", "3: rollout: 7 is a whole number; a section of keys is needed: put keys below it, such as group_size"),
         ("run: {seed: 010}", "3: run.seed: 010 has a leading zero, octal to some YAML readers; write 10, or '010' for text"),
