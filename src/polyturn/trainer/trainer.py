@@ -142,7 +142,7 @@ class Trainer:
         loss = self.settings.loss
         trajectories = [set(row.trajectory_index_N.tolist()) for row in batch.rows]
         apart = len(set().union(*trajectories)) == sum(map(len, trajectories))
-        if apart or not needs_whole_segments(loss):
+        if apart or not needs_whole_segments(loss, on_policy=batch.old_logprobs is None):
             return None
         now_N = torch.cat(_score(self.model, batch.rows))
         old_N = now_N if batch.old_logprobs is None else torch.cat(batch.old_logprobs)
