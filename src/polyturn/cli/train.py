@@ -51,6 +51,7 @@ def _dry_run(checked: Checked) -> int:
 def _train(checked: Checked) -> int:
     import asyncio
 
+    from polyturn.config.schema import filled
     from polyturn.loop.build import quiet_libraries
     from polyturn.loop.sync import build_run, train
     from polyturn.metrics.logs import set_up_logging
@@ -64,8 +65,7 @@ def _train(checked: Checked) -> int:
     print(f"run folder: {folder.root}")
 
     async def whole() -> Outcome:
-        assert recipe.run.steps is not None, "resolve fills run.steps"
-        with MetricsLog([JsonlSink(folder.metrics), ConsoleSink(), ProgressSink(recipe.run.steps)]) as log:
+        with MetricsLog([JsonlSink(folder.metrics), ConsoleSink(), ProgressSink(filled(recipe.run.steps))]) as log:
             return await train(await build_run(checked, folder, log, partial(print, flush=True)))
 
     _report(asyncio.run(whole()))

@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
     import asyncio
     from pathlib import Path
 
+    from polyturn.config.schema import filled
     from polyturn.errors import ConfigError
     from polyturn.loop.build import quiet_libraries
     from polyturn.loop.check import check
@@ -41,12 +42,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--steps={args.steps} --demonstrations={args.demonstrations}; both must be 1 or more")
     quiet_libraries()
     checked = check(read_recipe(args))
-    peak = checked.recipe.trainer.learning_rate
-    assert peak is not None, "resolve fills trainer.learning_rate"
     settings = WarmstartSettings(
         max_steps=args.steps,
         demonstrations_per_step=args.demonstrations,
-        learning_rate=args.learning_rate or 10 * peak,
+        learning_rate=args.learning_rate or 10 * filled(checked.recipe.trainer.learning_rate),
     )
     result = asyncio.run(warmstart_model(checked, settings, out, say=print))
     print(f"after {result.steps} steps: nll={result.negative_log_likelihood:.4g} token_accuracy={result.accuracy:.3f}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from polyturn.config.schema import Recipe
+from polyturn.config.schema import Recipe, filled
 from polyturn.engine.base import Engine
 from polyturn.engine.hf import HfEngine
 from polyturn.environments.base import Environment
@@ -83,18 +83,16 @@ def build_engine(recipe: Recipe, model: torch.nn.Module) -> HfEngine:
 def build_trainer(recipe: Recipe, model: torch.nn.Module) -> Trainer:
     """The trainer of a resolved recipe."""
     trainer = recipe.trainer
-    assert recipe.run.steps is not None, "resolve fills run.steps"
-    assert trainer.learning_rate is not None, "resolve fills trainer.learning_rate"
     settings = TrainerSettings(
-        learning_rate=trainer.learning_rate,
+        learning_rate=filled(trainer.learning_rate),
         loss=recipe.algorithm.loss_options,
-        total_optimizer_steps=recipe.run.steps * trainer.num_iterations * trainer.optimizer_steps_per_batch,
+        total_optimizer_steps=filled(recipe.run.steps) * trainer.num_iterations * trainer.optimizer_steps_per_batch,
         optimizer=trainer.optimizer,
         betas=trainer.betas,
         adam_epsilon=trainer.adam_epsilon,
         weight_decay=trainer.weight_decay,
         schedule=trainer.schedule,
-        warmup_steps=trainer.warmup_steps,
+        warmup_steps=filled(trainer.warmup_steps),
         min_learning_rate_ratio=trainer.min_learning_rate_ratio,
         max_grad_norm=trainer.max_grad_norm,
         num_iterations=trainer.num_iterations,

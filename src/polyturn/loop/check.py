@@ -10,7 +10,6 @@ from polyturn.config.resolve import Resolved, resolve
 from polyturn.config.schema import Recipe
 from polyturn.environments import build_environment
 from polyturn.environments.base import Environment
-from polyturn.errors import ConfigError
 from polyturn.loop.tasks import held_out_tasks, load_tasks
 from polyturn.types import Task, TaskSource
 
@@ -41,11 +40,6 @@ def check(recipe: Recipe) -> Checked:
     train_tasks = load_tasks(recipe, environment, "train")
     resolved = resolve(recipe, num_train_tasks=train_tasks.size)
     estimator = build_estimator(recipe.algorithm.advantage, recipe.algorithm.advantage_options)
-    if train_tasks.size is not None and train_tasks.size < recipe.rollout.groups_per_step:
-        raise ConfigError(
-            f"rollout.groups_per_step={recipe.rollout.groups_per_step} but there are only {train_tasks.size} training tasks, "
-            f"and a step takes each task once; set rollout.groups_per_step={train_tasks.size} or less"
-        )
     eval_tasks = held_out_tasks(resolved.recipe, environment)
     return Checked(
         resolved=resolved, environment=environment, train_tasks=train_tasks, eval_tasks=eval_tasks, estimator=estimator

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from polyturn.advantages.base import GroupAdvantages
 from polyturn.config.resolve import write_resolved
+from polyturn.config.schema import filled
 from polyturn.data.stream import TaskStream
 from polyturn.engine.base import Engine
 from polyturn.errors import TrainingError
@@ -95,20 +96,20 @@ async def train(run: Run) -> Outcome:
         TrainingError: a number was not finite, too much was dropped, or engine and trainer disagree.
     """
     recipe = run.checked.recipe
-    assert recipe.run.steps is not None, "resolve fills run.steps"
+    steps = filled(recipe.run.steps)
     write_resolved(run.checked.resolved, run.folder.recipe)
     await run.engine.start()
     try:
         with LoopWatchdog(recipe.rollout.tool_deadline_s + LOOP_GRACE_S):
             await run.bridge.push(run.trainer.version)
             before = await evaluate_now(run, step=0)
-            for step in range(1, recipe.run.steps + 1):
+            for step in range(1, steps + 1):
                 await train_step(run, step)
                 every = recipe.evaluation.every_steps
-                if every is not None and step % every == 0 and step < recipe.run.steps:
+                if every is not None and step % every == 0 and step < steps:
                     await evaluate_now(run, step=step)
             await run.bridge.push(run.trainer.version)
-            after = await evaluate_now(run, step=recipe.run.steps)
+            after = await evaluate_now(run, step=steps)
     finally:
         await run.engine.stop()
     await in_thread(export_model, run.trainer.model, run.policy.folder, run.folder.export)

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from polyturn.config.schema import LossOptions, Recipe
+from polyturn.config.schema import LossOptions, Recipe, filled
 from polyturn.engine.scripted import ScriptedEngine
 from polyturn.environments.base import Environment
 from polyturn.errors import EnvironmentSetupError
@@ -176,7 +176,7 @@ async def _batch(recipe: Recipe, environment: Environment, renderer: Renderer, t
                 f"({trajectory.fault or trajectory.end_reason}); see `polyturn env check {environment.name}`"
             )
         samples.extend(assemble(trajectory, np.ones(len(trajectory.turns)).tolist(), temperature=1.0))
-    return pack(samples, row_tokens=recipe.trainer.row_tokens, planned_trajectories=len(tasks))
+    return pack(samples, row_tokens=filled(recipe.trainer.row_tokens), planned_trajectories=len(tasks))
 
 
 def _tasks(source: TaskSource, first: int, count: int) -> list[Task]:

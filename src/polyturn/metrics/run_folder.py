@@ -2,7 +2,7 @@
 
     runs/lookup-2/
       recipe.yaml          the resolved recipe, with the reason of every derived value
-      metrics.jsonl        one line a step, every metric (see `names`)
+      metrics.jsonl        one line a step and one an evaluation, every metric (see `names`)
       trajectories/        step_000012.jsonl: the trajectories of a step
       heartbeats/          one file a role: what it waits for right now
       export/              the trained model, in the format it was loaded from
@@ -59,7 +59,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One line a step."""
+        """One line a step, one an evaluation."""
         return self.root / "metrics.jsonl"
 
     @property

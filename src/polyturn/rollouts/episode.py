@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,6 +111,8 @@ class _Episode:
         conversation = self.player.renderer.open(self.task.messages)
         self.end = await self._turns(conversation)
         self.outcome = dict(await self._ask("rewards", environment.rewards, self.state))
+        for name, value in self.outcome.items():
+            self._refuse_non_finite(f"rewards gave {name}={value!r}", 0.0 if value is None else value)
 
     async def _turns(self, conversation: Conversation) -> EndReason:
         limits = self.player.limits
@@ -124,6 +127,7 @@ class _Episode:
             # Kept before the environment speaks, so that a fault in its step loses no tokens of the record.
             self.turns.append(_turn(delta.ids, delta.continues, completion, text, StepResult()))
             result = await self._ask("step", self.player.environment.step, self.state, Reply(text=text, truncated=truncated))
+            self._refuse_non_finite(f"step gave reward={result.reward!r}", result.reward)
             self.turns[-1] = _turn(delta.ids, delta.continues, completion, text, result)
             if result.done:
                 return "done"
@@ -162,6 +166,11 @@ class _Episode:
             raise Fault(str(error)) from error
         except (Exception, SystemExit) as error:
             raise Fault(f"{name} raised {type(error).__name__}: {error}") from error
+
+    def _refuse_non_finite(self, what: str, value: float) -> None:
+        """A reward that is no finite number would poison its whole group."""
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise Fault(f"{self.player.environment.name}.{what}, which is no finite number")
 
     def fault(self, reason: str) -> None:
         self.end, self.reason, self.outcome = "fault", reason, {}
