@@ -35,6 +35,8 @@ class _Prepared:
     """The policy's before the first optimizer step on this batch; None where this forward is that policy."""
     reference_logprobs: list[Tensor] | None
     policy_age: float
+    """Mean over the trained tokens."""
+    num_trained_tokens: int
 
 
 @dataclass(slots=True)
@@ -101,7 +103,7 @@ class Trainer:
         self.version += 1
         return {
             **record.metrics(),
-            "policy_age": float(np.mean([batch.policy_age for batch in prepared])),
+            "policy_age": float(np.average([b.policy_age for b in prepared], weights=[b.num_trained_tokens for b in prepared])),
         }
 
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
@@ -132,6 +134,7 @@ class Trainer:
             old_logprobs=_score(self.model, rows) if keep_old else None,
             reference_logprobs=None if self._reference is None else _score(self._reference, rows),
             policy_age=float(ages.mean()),
+            num_trained_tokens=len(ages),
         )
 
     def _whole_segments(self, batch: _Prepared) -> tuple[list[Tensor], list[Tensor]] | None:
