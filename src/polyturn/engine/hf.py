@@ -135,6 +135,10 @@ class HfEngine:
                 if not batch:
                     continue
                 async with self._busy:
+                    if self._broken is not None:
+                        # These were let in before a weight update broke: the weights are mixed now.
+                        self._fail(batch, self._broken)
+                        continue
                     loop = asyncio.get_running_loop()
                     completions = await loop.run_in_executor(self._thread, self._generate, batch, self.policy_version)
                 for request, completion in zip(batch, completions, strict=True):
