@@ -108,5 +108,5 @@ def refuse_mixed_samples(model: Any) -> None:
         kind = getattr(model.config, "model_type", type(model).__name__)
         raise ModelError(
             f"models of type {kind} let the samples of a packed row see each other (they ignore position_ids that restart), so "
-            "training on them would be wrong; choose a model of another architecture, such as Llama or Qwen"
+            "training on them would be wrong; choose a model of another architecture, such as Llama, Mistral or Qwen3"
         )
