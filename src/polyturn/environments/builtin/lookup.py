@@ -216,7 +216,8 @@ class Lookup(Environment):
             replies.append(f"lookup({name})")
             if record.value is not None:
                 return [*replies, f"answer({record.value})"]
-            open_names.extend(rng.sample(record.next, len(record.next)))
+            # Always the first pointer first: which one leads on is luck, and a choice that can't be told can't be copied.
+            open_names.extend(reversed(record.next))
             if open_names and rng.random() < GIVE_UP_SHARE:
                 break
         return [*replies, "answer(none)"]
