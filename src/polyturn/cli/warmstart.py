@@ -30,18 +30,20 @@ def run(args: argparse.Namespace) -> int:
 
     from polyturn.config.schema import filled
     from polyturn.errors import ConfigError
-    from polyturn.loop.build import quiet_libraries
     from polyturn.loop.check import check
-    from polyturn.loop.commands import warmstart_model
-    from polyturn.loop.warmstart import WarmstartSettings
 
     out = Path(args.out)
     if out.exists():
         raise ConfigError(f"--out={out} exists already; name a new folder, nothing is overwritten")
     if args.steps < 1 or args.demonstrations < 1:
         raise ConfigError(f"--steps={args.steps} --demonstrations={args.demonstrations}; both must be 1 or more")
-    quiet_libraries()
     checked = check(read_recipe(args))
+
+    from polyturn.loop.build import quiet_libraries
+    from polyturn.loop.commands import warmstart_model
+    from polyturn.loop.warmstart import WarmstartSettings
+
+    quiet_libraries()
     settings = WarmstartSettings(
         max_steps=args.steps,
         demonstrations_per_step=args.demonstrations,

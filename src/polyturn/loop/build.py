@@ -15,9 +15,11 @@ from polyturn.config.schema import Recipe, filled
 from polyturn.engine.base import Engine
 from polyturn.engine.hf import HfEngine
 from polyturn.environments.base import Environment
-from polyturn.errors import ConfigError, ModelError
-from polyturn.loop.tiny import TINY, ensure_tiny
-from polyturn.models.load import load_model, max_positions, model_folder
+from polyturn.errors import ConfigError
+from polyturn.loop.check import chat_template, refuse_short_context
+from polyturn.loop.tiny import ensure_tiny
+from polyturn.models.folder import TINY, max_positions, model_folder
+from polyturn.models.load import load_model
 from polyturn.rendering.renderer import Renderer
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.trainer import Trainer
@@ -55,21 +57,16 @@ async def load_policy(
     """Load `path`, or the recipe's model; `builtin:tiny` is made when the cache doesn't hold it.
 
     Raises:
+        ConfigError: a device that isn't there.
         ModelError: not loadable, or its context is shorter than `rollout.max_trajectory_tokens`.
     """
+    device = choose_device(recipe.trainer.device)
     if recipe.trainer.threads is not None:
         torch.set_num_threads(recipe.trainer.threads)
     path = path or recipe.model.path
     folder = await ensure_tiny(recipe, environment, say) if path == TINY else model_folder(path)
-    longest = max_positions(folder)
-    if longest is not None and longest < recipe.rollout.max_trajectory_tokens:
-        raise ModelError(
-            f"rollout.max_trajectory_tokens={recipe.rollout.max_trajectory_tokens} exceeds the {longest} positions of {path}; "
-            f"set it to {longest} or less"
-        )
-    template = None if recipe.model.chat_template is None else Path(recipe.model.chat_template)
-    renderer = Renderer.load(folder, chat_template=template)
-    device = choose_device(recipe.trainer.device)
+    refuse_short_context(recipe, path, max_positions(folder))
+    renderer = Renderer.load(folder, chat_template=chat_template(recipe))
     model = load_model(folder, dtype=recipe.model.dtype, attention=recipe.model.attention, device=device)
     return Policy(model=model, folder=folder, renderer=renderer)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from polyturn.errors import ConfigError
 from polyturn.loop.build import build_engine, load_policy
-from polyturn.loop.check import Checked
+from polyturn.loop.check import Checked, chat_template
 from polyturn.loop.evaluate import Evaluation, evaluate
 from polyturn.loop.tasks import held_out_tasks
 from polyturn.loop.warmstart import WarmstartResult, WarmstartSettings, warmstart
@@ -57,5 +58,5 @@ async def warmstart_model(
             say(f"warmstart step={step} nll={nll:.4g} token_accuracy={accuracy:.3f}")
 
     result = await warmstart(recipe, environment, policy.renderer, policy.model, settings, on_step=report)
-    await in_thread(export_model, policy.model, policy.folder, out)
+    await in_thread(partial(export_model, chat_template=chat_template(recipe)), policy.model, policy.folder, out)
     return result

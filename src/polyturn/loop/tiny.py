@@ -16,12 +16,12 @@ from polyturn.config.schema import Recipe
 from polyturn.environments.base import Environment
 from polyturn.errors import ModelError
 from polyturn.loop.warmstart import WarmstartSettings, warmstart
+from polyturn.models.folder import TINY
 from polyturn.models.load import export_model
 from polyturn.models.tiny import build_tiny
 from polyturn.rendering.renderer import Renderer
 from polyturn.rendering.words import save_word_tokenizer
 
-TINY = "builtin:tiny"
 FORMAT = 1
 """Part of the cache key: raised when the model, its start or the demonstrations change."""
 
