@@ -130,6 +130,10 @@ class HfEngine:
                 if not batch:
                     continue
                 async with self._busy:
+                    if self._broken is not None:
+                        # These were let in before a weight update broke: the weights are mixed now.
+                        self._fail(batch, self._broken)
+                        continue
                     completions = await in_thread(self._generate, batch, self.policy_version)
                 for request, completion in zip(batch, completions, strict=True):
                     if not request.future.done():
