@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyturn.environments.base import Environment, Reply
-from polyturn.errors import EnvironmentSetupError
-from polyturn.types import Message, Task
+from polyturn.errors import EnvironmentSetupError, PolyturnError
+from polyturn.types import Message, Task, TaskSource
 
 NUM_TASKS = 8
 MAX_TURNS = 64
@@ -73,12 +73,20 @@ async def play_by_hand(environment: Environment, task: Task, replies: Sequence[s
 
 
 async def check_contract(environment: Environment, *, seed: int = 0) -> ContractReport:
-    """Hold `environment` to its contract on the first tasks of both splits. An exception is a broken rule, not an error."""
+    """Hold `environment` to its contract on the first tasks of both splits. An exception is a broken rule, not an error.
+
+    Raises EnvironmentSetupError when there are no tasks to hold it to.
+    """
     report = ContractReport()
-    train, held_out = environment.tasks("train", seed), environment.tasks("eval", seed)
+    try:
+        train, held_out = environment.tasks("train", seed), environment.tasks("eval", seed)
+        tasks = [source[index] for source in (train, held_out) for index in range(_first(source))]
+    except PolyturnError:
+        raise
+    except Exception as error:
+        raise EnvironmentSetupError(f"{environment.name}.tasks raised {type(error).__name__}: {error}") from error
     if train.size == 0:
         raise EnvironmentSetupError(f"environment {environment.name} has no training tasks")
-    tasks = [source[index] for source in (train, held_out) for index in range(min(NUM_TASKS, source.size or NUM_TASKS))]
     report.rule("the same index gives the same task", _repeatable(environment, seed))
     report.rule("held-out tasks do not depend on the seed", _held_out_fixed(environment, seed))
     report.rule("task ids are unique", None if len({task.id for task in tasks}) == len(tasks) else "two tasks share an id")
@@ -134,8 +142,7 @@ def _judge(environment: Environment, episode: Episode, name: str) -> str | None:
 
 def _repeatable(environment: Environment, seed: int) -> str | None:
     first, again = environment.tasks("train", seed), environment.tasks("train", seed)
-    count = min(NUM_TASKS, first.size or NUM_TASKS)
-    wrong = next((index for index in range(count) if first[index] != again[index] or first[index] != first[index]), None)
+    wrong = next((index for index in range(_first(first)) if first[index] != again[index] or first[index] != first[index]), None)
     return None if wrong is None else f"training task {wrong} differs when asked for again"
 
 
@@ -143,8 +150,13 @@ def _held_out_fixed(environment: Environment, seed: int) -> str | None:
     first, other = environment.tasks("eval", seed), environment.tasks("eval", seed + 1)
     if first.size != other.size:
         return f"{first.size} tasks with seed {seed}, {other.size} with seed {seed + 1}"
-    wrong = next((index for index in range(min(NUM_TASKS, first.size or NUM_TASKS)) if first[index] != other[index]), None)
+    wrong = next((index for index in range(_first(first)) if first[index] != other[index]), None)
     return None if wrong is None else f"held-out task {wrong} changes with the seed"
+
+
+def _first(source: TaskSource) -> int:
+    """How many of the source's tasks are looked at."""
+    return NUM_TASKS if source.size is None else min(NUM_TASKS, source.size)
 
 
 async def _call(method: Any, *arguments: Any) -> Any:

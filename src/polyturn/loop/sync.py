@@ -25,6 +25,7 @@ from polyturn.loop.build import Policy, build_engine_and_bridge, build_trainer, 
 from polyturn.loop.check import Checked, chat_template
 from polyturn.loop.evaluate import Evaluation, evaluate
 from polyturn.loop.step import BatchReport, DropGuard, build_batches, make_groups, player_for
+from polyturn.loop.tasks import authors_code
 from polyturn.metrics.run_folder import RunFolder
 from polyturn.metrics.sinks import MetricsLog
 from polyturn.metrics.spans import Spans
@@ -122,7 +123,8 @@ async def train(run: Run) -> Outcome:
 async def train_step(run: Run, step: int) -> None:
     """One training step, exactly the arrows at the top of this page."""
     recipe, spans, start = run.checked.recipe, run.spans, time.perf_counter()
-    tasks = run.stream.take(recipe.rollout.groups_per_step)
+    with authors_code(f"a training task of {run.checked.environment.name}"):
+        tasks = run.stream.take(recipe.rollout.groups_per_step)
     player = player_for(recipe, run.checked.environment, run.policy.renderer, run.engine, f"train/{step}")
     with spans.span("rollout"):
         groups = await make_groups(recipe, player, tasks)
