@@ -57,6 +57,8 @@ async def warmstart_model(
         if accuracy is not None:
             say(f"warmstart step={step} nll={nll:.4g} token_accuracy={accuracy:.3f}")
 
-    result = await warmstart(recipe, environment, policy.renderer, policy.model, settings, on_step=report)
+    result = await warmstart(
+        recipe, environment, policy.renderer, policy.model, settings, source=checked.train_tasks, on_step=report
+    )
     await in_thread(partial(export_model, chat_template=chat_template(recipe)), policy.model, policy.folder, out)
     return result

@@ -20,6 +20,7 @@ from polyturn.engine.scripted import ScriptedEngine
 from polyturn.environments.base import Environment
 from polyturn.errors import EnvironmentSetupError
 from polyturn.loop.step import player_for
+from polyturn.loop.tasks import authors_code
 from polyturn.processes.threads import in_thread
 from polyturn.rendering.renderer import Renderer
 from polyturn.rollouts.episode import play
@@ -93,6 +94,7 @@ async def warmstart(
     model: torch.nn.Module,
     settings: WarmstartSettings,
     *,
+    source: TaskSource | None = None,
     counted_ids: frozenset[int] | None = None,
     on_step: Callable[[int, float, float | None], None] | None = None,
 ) -> WarmstartResult:
@@ -100,25 +102,33 @@ async def warmstart(
 
     Args:
         recipe: limits and row budget.
-        environment: gives tasks and demonstrations.
+        environment: gives demonstrations.
         renderer: of the model.
         model: trained in place.
         settings: see WarmstartSettings.
+        source: tasks to demonstrate; the environment's own when None.
         counted_ids: tokens that `accuracy` looks at; all of them when None.
         on_step: called with step, negative log-likelihood per token, and accuracy where it was checked.
 
     Raises:
-        EnvironmentSetupError: a demonstration did not play to its end.
+        EnvironmentSetupError: there are no tasks, or a demonstration did not play to its end.
     """
-    source = environment.tasks("train", recipe.run.seed)
-    held_out = await _batch(recipe, environment, renderer, _tasks(source, 0, settings.held_out))
+    if source is None:
+        with authors_code(f"{environment.name}.tasks"):
+            source = environment.tasks("train", recipe.run.seed)
+    if source.size == 0:
+        raise EnvironmentSetupError(f"environment {environment.name} has no training tasks of its own to demonstrate")
+    # Of few tasks a quarter is held out; of fewer than four, none, and accuracy is that on what was trained.
+    aside = settings.held_out if source.size is None else min(settings.held_out, source.size // 4)
+    held_out = await _batch(recipe, environment, renderer, _tasks(source, 0, aside or 1))
     first, last = Phase(settings.max_steps, settings.learning_rate), Phase(settings.cooldown_steps, settings.learning_rate / 3)
     accuracy, nll, done = 0.0, float("nan"), 0
     for phase, target in ((first, settings.target_accuracy), (last, None)):
         trainer = Trainer(model, phase.trainer_settings("constant" if phase is first else "linear"))
         for step in range(1, phase.steps + 1):
-            start = settings.held_out + done * settings.demonstrations_per_step
-            batch = await _batch(recipe, environment, renderer, _tasks(source, start, settings.demonstrations_per_step))
+            start = done * settings.demonstrations_per_step
+            tasks = _tasks(source, start, settings.demonstrations_per_step, aside=aside)
+            batch = await _batch(recipe, environment, renderer, tasks)
             metrics = await in_thread(trainer.train, [batch])
             done, nll = done + 1, -metrics["logprob"]
             checked = None
@@ -169,7 +179,9 @@ async def _batch(recipe: Recipe, environment: Environment, renderer: Renderer, t
     samples = []
     for task in tasks:
         rng = random.Random(f"demonstration/{recipe.run.seed}/{task.id}")
-        trajectory = await demonstrate(recipe, environment, renderer, task, environment.demonstrations(task, rng))
+        with authors_code(f"{environment.name}.demonstrations of task {task.id}"):
+            replies = environment.demonstrations(task, rng)
+        trajectory = await demonstrate(recipe, environment, renderer, task, replies)
         if not trajectory.valid or trajectory.end_reason != "done":
             raise EnvironmentSetupError(
                 f"a demonstration of {environment.name} for task {task.id} did not play to its end "
@@ -179,6 +191,8 @@ async def _batch(recipe: Recipe, environment: Environment, renderer: Renderer, t
     return pack(samples, row_tokens=filled(recipe.trainer.row_tokens), planned_trajectories=len(tasks))
 
 
-def _tasks(source: TaskSource, first: int, count: int) -> list[Task]:
+def _tasks(source: TaskSource, first: int, count: int, *, aside: int = 0) -> list[Task]:
+    """`count` tasks from number `first` on, beginning anew at the end, and never one of those set aside at the start."""
     size = source.size
-    return [source[(first + offset) if size is None else (first + offset) % size] for offset in range(count)]
+    numbers = range(first, first + count)
+    return [source[aside + (number if size is None else number % (size - aside))] for number in numbers]
