@@ -40,7 +40,7 @@ async def ensure_tiny(recipe: Recipe, environment: Environment, say: Callable[[s
 
     Raises:
         EnvironmentSetupError: the environment has no closed vocabulary.
-        ModelError: the warm start did not reach its accuracy.
+        ModelError: the warm start did not reach its accuracy, or the cache can't be written to.
     """
     vocabulary = environment.vocabulary()
     key = {
@@ -56,8 +56,14 @@ async def ensure_tiny(recipe: Recipe, environment: Environment, say: Callable[[s
     if (folder / "config.json").is_file():
         say(f"model: {TINY} from the cache, {folder}")
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise ModelError(
+            f"{TINY} is kept in {folder.parent}, which can't be written to ({error.strerror}); set POLYTURN_CACHE to a folder "
+            "of yours"
+        ) from error
     try:
         await _make(recipe, environment, draft, say)
         try:
