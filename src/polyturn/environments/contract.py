@@ -142,7 +142,9 @@ def _judge(environment: Environment, episode: Episode, name: str) -> str | None:
 
 def _repeatable(environment: Environment, seed: int) -> str | None:
     first, again = environment.tasks("train", seed), environment.tasks("train", seed)
-    wrong = next((index for index in range(_first(first)) if first[index] != again[index] or first[index] != first[index]), None)
+    wrong = next(
+        (index for index in range(_first(first)) if first[index] != again[index] or first[index] != first[index]), None
+    )
     return None if wrong is None else f"training task {wrong} differs when asked for again"
 
 

@@ -17,6 +17,7 @@ from polyturn.environments import build_environment
 from polyturn.environments.base import Environment
 from polyturn.errors import ConfigError, ModelError
 from polyturn.loop.tasks import held_out_tasks, load_tasks
+from polyturn.metrics.run_folder import refuse_name
 from polyturn.models.folder import TINY, TINY_POSITIONS, local_folder, max_positions
 from polyturn.rendering.renderer import Renderer
 from polyturn.types import Task, TaskSource
@@ -44,6 +45,7 @@ def check(recipe: Recipe, *, model: str | None = None) -> Checked:
     Raises:
         UserError: the first thing that is wrong, as one sentence (several bad rows: a line each).
     """
+    refuse_name(recipe.run.name)
     environment = build_environment(recipe.environment.id, recipe.environment.args)
     train_tasks = load_tasks(recipe, environment, "train")
     resolved = resolve(recipe, num_train_tasks=train_tasks.size)
