@@ -15,7 +15,7 @@ from polyturn.config.schema import Recipe, filled
 from polyturn.engine.base import Engine
 from polyturn.engine.hf import HfEngine
 from polyturn.environments.base import Environment
-from polyturn.errors import ConfigError
+from polyturn.errors import ConfigError, ModelError
 from polyturn.loop.check import chat_template, refuse_short_context
 from polyturn.loop.tiny import ensure_tiny
 from polyturn.models.folder import TINY, max_positions, model_folder
@@ -58,7 +58,7 @@ async def load_policy(
 
     Raises:
         ConfigError: a device that isn't there.
-        ModelError: not loadable, or its context is shorter than `rollout.max_trajectory_tokens`.
+        ModelError: not loadable, not made for its tokenizer, or its context is shorter than `rollout.max_trajectory_tokens`.
     """
     device = choose_device(recipe.trainer.device)
     if recipe.trainer.threads is not None:
@@ -68,7 +68,18 @@ async def load_policy(
     refuse_short_context(recipe, path, max_positions(folder))
     renderer = Renderer.load(folder, chat_template=chat_template(recipe))
     model = load_model(folder, dtype=recipe.model.dtype, attention=recipe.model.attention, device=device)
+    refuse_missing_rows(path, model, renderer.tokenizer.vocab_size)
     return Policy(model=model, folder=folder, renderer=renderer)
+
+
+def refuse_missing_rows(path: str, model: Any, vocab_size: int) -> None:
+    """Raise ModelError when the tokenizer has ids that the model has no embedding for; more embeddings than ids are usual."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if rows < vocab_size:
+        raise ModelError(
+            f"model.path={path} has {rows} embeddings but its tokenizer has ids up to {vocab_size - 1}; they belong to different "
+            "models, or the embeddings were not resized"
+        )
 
 
 def build_engine(recipe: Recipe, model: torch.nn.Module) -> HfEngine:
