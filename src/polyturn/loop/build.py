@@ -77,8 +77,8 @@ def refuse_missing_rows(path: str, model: Any, vocab_size: int) -> None:
     rows = model.get_input_embeddings().weight.shape[0]
     if rows < vocab_size:
         raise ModelError(
-            f"model.path={path} has {rows} embeddings but its tokenizer has ids up to {vocab_size - 1}; they belong to different "
-            "models, or the embeddings were not resized"
+            f"model.path={path} has {rows} embeddings but its tokenizer has ids up to {vocab_size - 1}; they belong to "
+            "different models, or the embeddings were not resized"
         )
 
 

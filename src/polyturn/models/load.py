@@ -20,16 +20,28 @@ _TOKENIZER_FILES = (
 
 
 def load_model(folder: Path, *, dtype: str, attention: str, device: torch.device) -> torch.nn.Module:
-    """The causal language model of `folder`, on `device`. Raises ModelError when transformers can't load it."""
+    """The causal language model of `folder`, on `device`.
+
+    Raises:
+        ModelError: transformers can't load it, or its files lack weights, which transformers would make up at random.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
-        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), attn_implementation=attention, local_files_only=True
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), attn_implementation=attention, local_files_only=True, output_loading_info=True
         )
     except Exception as error:
         raise ModelError(f"transformers could not load {folder}: {type(error).__name__}: {error}") from error
-    return model.to(device)
+    model, info = loaded
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"the files of {folder} lack {len(missing)} weights of a {type(model).__name__}, first {missing[0]}; fetch the "
+            "model again, or name one that was saved whole"
+        )
+    moved: torch.nn.Module = model.to(device)
+    return moved
 
 
 def export_model(model: Any, source: Path, target: Path, *, chat_template: Path | None = None) -> None:
