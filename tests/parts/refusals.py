@@ -91,7 +91,7 @@ def cases(folder: Path) -> dict[str, tuple[list[str], str]]:
         "broken template": ([f"model.chat_template={folder}/broken.jinja"], "template"),
         "no device": (["trainer.device=gpu"], "use auto, cpu, cuda or cuda:N"),
         "no folder name": (["run.name=a/b"], "is no folder name"),
-        "no override": (["--dry-run", "rollout.group_size"], "unrecognized arguments: rollout.group_size"),
+        "no override": (["rollout.group_size"], "an override is written section.key=value"),
     }
 
 
