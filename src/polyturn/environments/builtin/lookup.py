@@ -91,7 +91,7 @@ class Lookup(Environment):
         *,
         level: Level = "chain",
         max_hops: int = 4,
-        dead_end_share: float = 0.05,
+        dead_end_share: float = 0.03,
         turn_reward: float = 0.1,
         instructions: bool = True,
     ) -> None:
