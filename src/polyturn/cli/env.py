@@ -18,7 +18,7 @@ def register(verbs: Any) -> None:
         description="Play by hand: gold replies must score full marks, empty ones must not; an episode is printed.",
     )
     checking.add_argument("id", metavar="ID", help="a name of `polyturn env list`, or package.module:Class")
-    checking.add_argument("overrides", metavar="key=value", nargs="*", help="arguments of the environment")
+    checking.add_argument("arguments", metavar="key=value", nargs="*", help="arguments of the environment")
     checking.add_argument("--data", metavar="FILE", help="rows to play: a JSONL file, or hf:owner/name[:config][@split]")
     checking.add_argument("--seed", type=int, default=0, help="seed of the tasks (default 0)")
     checking.set_defaults(run=run_check)
@@ -47,7 +47,7 @@ def run_check(args: argparse.Namespace) -> int:
     from polyturn.environments.registry import build_environment
     from polyturn.loop.tasks import tasks_from_file
 
-    environment = build_environment(args.id, parse_assignments(args.overrides))
+    environment = build_environment(args.id, parse_assignments(args.arguments))
     rows = None if args.data is None else tasks_from_file(args.data, environment)
     report = asyncio.run(check_contract(environment, seed=args.seed, rows=rows))
     if report.shown is not None:

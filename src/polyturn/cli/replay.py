@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from polyturn.cli.out import new_path, refuse_unwritable
 from polyturn.cli.recipe_args import add_recipe, read_recipe
 
 if TYPE_CHECKING:
@@ -31,18 +32,18 @@ def run(args: argparse.Namespace) -> int:
     import asyncio
     from pathlib import Path
 
-    from polyturn.errors import ConfigError
+    from polyturn.loop.check import check
 
-    out = None if args.out is None else Path(args.out)
-    if out is not None and out.exists():
-        raise ConfigError(f"--out={out} exists already; name a new folder, nothing is overwritten")
+    out = None if args.out is None else new_path(args.out, "folder")
+
+    checked = check(read_recipe(args), model=args.model)
+    if out is not None:
+        refuse_unwritable(out, "folder")
 
     from polyturn.loop.build import quiet_libraries
-    from polyturn.loop.check import check
     from polyturn.loop.replay import replay
 
     quiet_libraries()
-    checked = check(read_recipe(args))
     replayed = asyncio.run(replay(checked, Path(args.file), model=args.model, out=out, say=print))
     for line in _lines(replayed):
         print(line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from polyturn.cli.out import new_path, refuse_unwritable
 from polyturn.cli.recipe_args import add_recipe, read_recipe
 
 
@@ -25,23 +26,22 @@ def register(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check, load, play, write, print."""
     import asyncio
-    from pathlib import Path
 
     from polyturn.cli.evaluate import print_evaluation
     from polyturn.errors import ConfigError
+    from polyturn.loop.check import check
 
-    out = Path(args.out)
-    if out.exists():
-        raise ConfigError(f"--out={out} exists already; name a new file, nothing is overwritten")
+    out = new_path(args.out, "file")
     if args.tasks is not None and args.tasks < 1:
         raise ConfigError(f"--tasks={args.tasks}; give 1 or more")
 
+    checked = check(read_recipe(args), model=args.model)
+    refuse_unwritable(out, "file")
+
     from polyturn.loop.build import quiet_libraries
-    from polyturn.loop.check import check
     from polyturn.loop.commands import rollout_model
 
     quiet_libraries()
-    checked = check(read_recipe(args))
     result = asyncio.run(rollout_model(checked, model=args.model, num_tasks=args.tasks, out=out, say=print))
     print_evaluation(result)
     print(f"trajectories: {out}")

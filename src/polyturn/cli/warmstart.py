@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from polyturn.cli.out import new_path, refuse_unwritable
 from polyturn.cli.recipe_args import add_recipe, read_recipe
 
 
@@ -26,29 +27,30 @@ def register(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check, train on demonstrations, save."""
     import asyncio
-    from pathlib import Path
 
+    from polyturn.config.schema import filled
     from polyturn.errors import ConfigError
-    from polyturn.loop.build import quiet_libraries
     from polyturn.loop.check import check
+
+    out = new_path(args.out, "folder")
+    if args.steps < 1 or args.demonstrations < 1:
+        raise ConfigError(f"--steps={args.steps} --demonstrations={args.demonstrations}; both must be 1 or more")
+    if args.learning_rate is not None and not 0 < args.learning_rate < float("inf"):
+        raise ConfigError(f"--learning-rate={args.learning_rate}; give a number above 0")
+    checked = check(read_recipe(args))
+
+    from polyturn.loop.build import quiet_libraries
     from polyturn.loop.commands import warmstart_model
     from polyturn.loop.warmstart import WarmstartSettings
 
-    out = Path(args.out)
-    if out.exists():
-        raise ConfigError(f"--out={out} exists already; name a new folder, nothing is overwritten")
-    if args.steps < 1 or args.demonstrations < 1:
-        raise ConfigError(f"--steps={args.steps} --demonstrations={args.demonstrations}; both must be 1 or more")
     quiet_libraries()
-    checked = check(read_recipe(args))
-    peak = checked.recipe.trainer.learning_rate
-    assert peak is not None, "resolve fills trainer.learning_rate"
     settings = WarmstartSettings(
         max_steps=args.steps,
         demonstrations_per_step=args.demonstrations,
-        learning_rate=args.learning_rate or 10 * peak,
+        learning_rate=args.learning_rate or 10 * filled(checked.recipe.trainer.learning_rate),
     )
+    refuse_unwritable(out, "folder")
     result = asyncio.run(warmstart_model(checked, settings, out, say=print))
-    print(f"after {result.steps} steps: nll={result.negative_log_likelihood:.4g} token_accuracy={result.accuracy:.3f}")
+    print(f"after {result.steps} steps: nll={result.negative_log_likelihood:.4g} token_accuracy={result.accuracy.mean:.3f}")
     print(f"model: {out}")
     return 0

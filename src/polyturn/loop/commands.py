@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from polyturn.data.stream import TaskStream
 from polyturn.errors import ConfigError
 from polyturn.loop.build import build_engine, load_policy
-from polyturn.loop.check import Checked
+from polyturn.loop.check import Checked, chat_template
 from polyturn.loop.evaluate import Evaluation, evaluate, summarise
 from polyturn.loop.step import make_groups, player_for
 from polyturn.loop.tasks import held_out_tasks
-from polyturn.loop.warmstart import WarmstartResult, WarmstartSettings, warmstart
+from polyturn.loop.warmstart import Accuracy, WarmstartResult, WarmstartSettings, warmstart
 from polyturn.models.load import export_model
+from polyturn.processes.threads import in_thread
 from polyturn.rollouts.record import to_json, write_trajectories
 from polyturn.types import Trajectory
 
@@ -78,7 +79,7 @@ async def rollout_model(
     finally:
         await engine.stop()
     rows = (to_json(trajectory) for group in groups for trajectory in group.trajectories)
-    await asyncio.to_thread(write_trajectories, out, rows)
+    await in_thread(write_trajectories, out, list(rows))
     return summarise(groups, mode="sampled", max_dropped_share=recipe.rollout.max_dropped_share)
 
 
@@ -104,12 +105,12 @@ async def warmstart_model(
     recipe, environment = checked.recipe, checked.environment
     policy = await load_policy(recipe, environment, say)
 
-    def report(step: int, nll: float, accuracy: float | None) -> None:
+    def report(step: int, nll: float, accuracy: Accuracy | None) -> None:
         if accuracy is not None:
-            say(f"warmstart step={step} nll={nll:.4g} token_accuracy={accuracy:.3f}")
+            say(f"warmstart step={step} nll={nll:.4g} token_accuracy={accuracy.mean:.3f}")
 
     result = await warmstart(
         recipe, environment, policy.renderer, policy.model, settings, source=checked.train_tasks, on_step=report
     )
-    await asyncio.to_thread(export_model, policy.model, policy.folder, out)
+    await in_thread(partial(export_model, chat_template=chat_template(recipe)), policy.model, policy.folder, out)
     return result

@@ -8,11 +8,12 @@ kernels allow.
 
 from __future__ import annotations
 
-import asyncio
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ import torch
 
 from polyturn.errors import DataError
 from polyturn.loop.build import build_trainer, load_policy
-from polyturn.loop.check import Checked
+from polyturn.loop.check import Checked, chat_template
 from polyturn.loop.step import BatchReport, build_batches
 from polyturn.models.load import export_model
+from polyturn.processes.threads import in_thread
 from polyturn.rollouts.record import read_trajectories
 from polyturn.types import Trajectory, TrajectoryGroup
 
@@ -45,6 +47,12 @@ async def replay(checked: Checked, path: Path, *, model: str | None, out: Path |
     """
     recipe = checked.recipe
     recorded = list(read_trajectories(path))
+    if not recorded:
+        raise DataError(f"{path} holds no trajectories; give a file that `polyturn rollout` or a run wrote")
+    for line, trajectory in enumerate(recorded, 1):
+        problem = broken(trajectory)
+        if problem is not None:
+            raise DataError(f"{path}:{line}: {problem}; the file was changed or cut, so record again")
     groups = group_recorded(path, recorded, checked.environment.name)
     policy = await load_policy(recipe, checked.environment, say, path=model)
     refuse_other_vocabulary(path, recorded, policy.model)
@@ -59,10 +67,38 @@ async def replay(checked: Checked, path: Path, *, model: str | None, out: Path |
     versions = [version for trajectory in recorded for turn in trajectory.turns for version in turn.policy_versions]
     trainer.version = max(versions, default=0)
     with _equal_to_the_bit():
-        metrics = await asyncio.to_thread(trainer.train, batches)
+        metrics = await in_thread(trainer.train, batches)
     if out is not None:
-        await asyncio.to_thread(export_model, policy.model, policy.folder, out)
+        await in_thread(partial(export_model, chat_template=chat_template(recipe)), policy.model, policy.folder, out)
     return Replayed(metrics=metrics, report=report, num_groups=len(groups))
+
+
+def broken(trajectory: Trajectory) -> str | None:
+    """What in a recorded trajectory would train the wrong tokens or fail far away, None when all is well.
+
+    A log-probability that is no number is left to the step, which drops the sample and counts it.
+    """
+    for index, turn in enumerate(trajectory.turns):
+        numbers = (*turn.prompt_ids, *turn.completion_ids, *turn.policy_versions)
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            return f"in turn {index} a token id or policy version is no whole number of at least 0"
+        sampled, lengths = len(turn.completion_ids), (len(turn.engine_logprobs), len(turn.policy_versions))
+        if lengths != (sampled, sampled):
+            return f"turn {index} has {sampled} sampled tokens, {lengths[0]} log-probabilities and {lengths[1]} versions"
+        if not all(isinstance(logprob, float | int) for logprob in turn.engine_logprobs):
+            return f"in turn {index} a log-probability is no number"
+        if not _is_finite(turn.reward):
+            return f"turn {index} has the reward {turn.reward!r}, which is no finite number"
+        if index == 0 and turn.continues:
+            return "the first turn says that it continues another"
+    rewards = [value for value in (trajectory.outcome_reward, *trajectory.outcome.values()) if value is not None]
+    if not all(map(_is_finite, rewards)):
+        return "a reward of the outcome is no finite number"
+    return None
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def group_recorded(path: Path, recorded: list[Trajectory], environment: str) -> list[TrajectoryGroup]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from polyturn.advantages.base import MIN_SIBLINGS, GroupAdvantages
-from polyturn.config.schema import Recipe
+from polyturn.config.schema import Recipe, filled
 from polyturn.engine.base import Engine
 from polyturn.environments.base import Environment
 from polyturn.errors import SampleError, TooManyDroppedError
@@ -92,7 +92,7 @@ def build_batches(
         samples = [sample for index in chunk for sample in per_group[index]]
         planned = sum(len(groups[index].trajectories) for index in chunk)
         if samples:
-            batches.append(pack(samples, row_tokens=recipe.trainer.row_tokens, planned_trajectories=planned))
+            batches.append(pack(samples, row_tokens=filled(recipe.trainer.row_tokens), planned_trajectories=planned))
     return batches, report
 
 
@@ -114,7 +114,7 @@ def _group_samples(recipe: Recipe, group: TrajectoryGroup, credit: GroupAdvantag
         try:
             made = assemble(trajectory, advantages.tolist(), temperature=recipe.rollout.temperature)
             for sample in made:
-                if len(sample) > recipe.trainer.row_tokens:
+                if len(sample) > filled(recipe.trainer.row_tokens):
                     raise SampleError(
                         f"{trajectory.id}: {len(sample)} tokens do not fit trainer.row_tokens={recipe.trainer.row_tokens}"
                     )

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from polyturn.errors import ModelError
+
 
 def cache_folder() -> Path:
     """`POLYTURN_CACHE`, else `polyturn` in the user's cache folder."""
@@ -25,10 +27,17 @@ def is_model(folder: Path) -> bool:
 def draft_of(folder: Path) -> Iterator[Path]:
     """An empty folder that becomes `folder` when the block ends, and goes when the block raises.
 
-    Two processes may make the same model at once: the first one's folder stays, the other's goes.
+    Two processes may make the same model at once: the first one's folder stays, the other's goes. Raises ModelError for a
+    cache that can't be written to.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise ModelError(
+            f"built-in models are kept in {folder.parent}, which can't be written to ({error.strerror}); "
+            "set POLYTURN_CACHE to a folder of yours"
+        ) from error
     try:
         yield draft
         draft.chmod(0o755)  # mkdtemp lets nobody else in, and the cache may be shared

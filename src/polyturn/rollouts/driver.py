@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 
+from polyturn.errors import EnvironmentSetupError
 from polyturn.rollouts.barrier import TurnBarrier
 from polyturn.rollouts.episode import Player, play
 from polyturn.types import Task, Trajectory, TrajectoryGroup
@@ -26,7 +28,13 @@ async def rollout_groups(
 
     Raises:
         ResourceError: the engine is gone; the trajectories under way are cancelled and awaited.
+        EnvironmentSetupError: two tasks share an id. Their trajectories would share seeds, and be trained on as if one.
     """
+    twice = [task_id for task_id, count in Counter(task.id for task in tasks).items() if count > 1]
+    if twice:
+        raise EnvironmentSetupError(
+            f"{len(twice)} task ids stand for several tasks of one step, first {twice[0]!r}; make them unique"
+        )
     attempts = [(task, sibling) for task in tasks for sibling in range(group_size)]
     barrier = TurnBarrier([f"{task.id}/{sibling}" for task, sibling in attempts]) if deterministic else None
     slots = asyncio.Semaphore(len(attempts) if deterministic else concurrency)

@@ -1,26 +1,30 @@
 """One trajectory: open the task, let model and environment take turns, score the end.
 
 Blame is assigned here. An exception or a passed deadline in the environment, and a passed deadline of the engine, are
-faults: the trajectory is kept with its reason, masked and counted. A limit on the model (turns, tokens, a reply cut short)
-is an ending like any other and is scored. A dead engine is neither: it ends the run.
+faults, and so is an answer of it that is no answer, or that can't be rendered: the trajectory is kept with its reason, masked
+and counted. A limit on the model (turns, tokens, a reply cut short) is an ending like any other and is scored. A dead engine is
+neither: it ends the run.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import inspect
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from polyturn.engine.base import Engine
 from polyturn.environments.base import Environment, Reply, StepResult
-from polyturn.errors import DeadlineError, PolyturnError, ResourceError
+from polyturn.environments.calls import call, checked_outcome, checked_step
+from polyturn.errors import DeadlineError, EngineError, EnvironmentSetupError, PolyturnError, ResourceError, TrainingError
 from polyturn.processes.deadlines import deadline
-from polyturn.processes.threads import in_thread
 from polyturn.rendering.renderer import Conversation, Renderer
 from polyturn.rollouts.barrier import TurnBarrier
 from polyturn.types import Completion, EndReason, SamplingParams, Task, Trajectory, Turn
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +74,11 @@ def request_seed(*parts: object) -> int:
 
 
 async def play(player: Player, task: Task, sibling: int, barrier: TurnBarrier | None = None) -> Trajectory:
-    """Play `task` once. Always returns a trajectory, faults included; raises only what must end the run (ResourceError)."""
+    """Play `task` once. Always returns a trajectory, faults included.
+
+    Raises:
+        ResourceError, TrainingError: what must end the run.
+    """
     episode = _Episode(player, task, sibling, barrier)
     limit_s = player.limits.trajectory_deadline_s
     try:
@@ -80,6 +88,12 @@ async def play(player: Player, task: Task, sibling: int, barrier: TurnBarrier | 
         episode.fault(str(error))
     except Fault as fault:
         episode.fault(str(fault))
+    except (ResourceError, TrainingError):
+        raise
+    except Exception as error:
+        # Ours, or the chat template's: one trajectory is lost, and the log says where.
+        _log.warning("trajectory %s/%s is lost", task.id, sibling, exc_info=True)
+        episode.fault(f"{type(error).__name__}: {error}")
     finally:
         if barrier is not None:
             barrier.leave(episode.name)
@@ -109,13 +123,18 @@ class _Episode:
         self.opened = True
         conversation = self.player.renderer.open(self.task.messages)
         self.end = await self._turns(conversation)
-        self.outcome = dict(await self._ask("rewards", environment.rewards, self.state))
+        self.outcome = await self._ask("rewards", environment.rewards, self.state, check=checked_outcome)
 
     async def _turns(self, conversation: Conversation) -> EndReason:
         limits = self.player.limits
         while len(self.turns) < limits.max_turns:
             delta = conversation.prompt()
             room = limits.max_trajectory_tokens - len(conversation.context_ids)
+            if room < 1 and not self.turns:
+                raise Fault(
+                    f"the opening messages of {self.task.id} take {len(delta.ids)} tokens, which leaves no room for a reply in "
+                    f"max_trajectory_tokens={limits.max_trajectory_tokens}"
+                )
             if room < 1:
                 return "max_tokens"
             completion = await self._generate(conversation.context_ids, min(room, limits.max_turn_tokens))
@@ -123,7 +142,8 @@ class _Episode:
             truncated = completion.stop_reason == "length"
             # Kept before the environment speaks, so that a fault in its step loses no tokens of the record.
             self.turns.append(_turn(delta.ids, delta.continues, completion, text, StepResult()))
-            result = await self._ask("step", self.player.environment.step, self.state, Reply(text=text, truncated=truncated))
+            reply = Reply(text=text, truncated=truncated)
+            result = await self._ask("step", self.player.environment.step, self.state, reply, check=checked_step)
             self.turns[-1] = _turn(delta.ids, delta.continues, completion, text, result)
             if result.done:
                 return "done"
@@ -144,26 +164,38 @@ class _Episode:
         )
         if self.barrier is not None:
             await self.barrier.arrive(self.name)
-        async with deadline(self.player.limits.turn_deadline_s, f"the engine's reply in turn {turn} of {self.name}"):
-            return await self.player.engine.generate(context_ids, params)
+        try:
+            async with deadline(self.player.limits.turn_deadline_s, f"the engine's reply in turn {turn} of {self.name}"):
+                return await self.player.engine.generate(context_ids, params)
+        except PolyturnError:
+            raise
+        except Exception as error:
+            raise EngineError(f"the engine raised {type(error).__name__}: {error}") from error
 
-    async def _ask(self, what: str, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the environment; whatever goes wrong in it is a fault with a reason.
-
-        A method that is no coroutine runs in a thread of its own, so that one that blocks holds up nobody else.
-        """
+    async def _ask(
+        self, what: str, method: Callable[..., Any], *arguments: Any, check: Callable[[object, str], Any] | None = None
+    ) -> Any:
+        """Call a method of the environment; whatever goes wrong in it, or with what it returns, is a fault with a reason."""
         name = f"{self.player.environment.name}.{what}"
+        cancellations = _cancellations()
         try:
             async with deadline(self.player.limits.tool_deadline_s, f"{name} of {self.name}"):
-                if inspect.iscoroutinefunction(method):
-                    return await method(*arguments)
-                return await in_thread(method, *arguments)
-        except ResourceError as error:
+                result = await call(method, *arguments)
+            return result if check is None else check(result, name)
+        except (ResourceError, EnvironmentSetupError) as error:
             raise Fault(str(error)) from error
-        except (Exception, SystemExit) as error:
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:
+            # A cancellation is ours, or came out of a task inside the tool. Other exceptions of this kind are SystemExit and
+            # those of libraries that stop a function from outside.
+            if isinstance(error, asyncio.CancelledError) and _cancellations() != cancellations:
+                raise
             raise Fault(f"{name} raised {type(error).__name__}: {error}") from error
 
     def fault(self, reason: str) -> None:
+        """End with a fault. A second one (in `close`) is added to the first."""
+        reason = reason if self.reason is None else f"{self.reason}; then {reason}"
         self.end, self.reason, self.outcome = "fault", reason, {}
 
     async def close(self) -> None:
@@ -199,8 +231,14 @@ def _turn(prompt_ids: tuple[int, ...], continues: bool, completion: Completion, 
         reply=result.messages,
         reward=result.reward,
         state_key=result.state_key,
-        counts=dict(result.counts),
+        counts=result.counts,
     )
+
+
+def _cancellations() -> int | None:
+    """How often the current task has been cancelled and not taken back; before Python 3.11 nobody counts."""
+    task = asyncio.current_task()
+    return task.cancelling() if task is not None and hasattr(task, "cancelling") else None
 
 
 def _weighted(outcome: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:

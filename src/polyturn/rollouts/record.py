@@ -6,10 +6,10 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from polyturn.errors import DataError
-from polyturn.types import EndReason, Message, StopReason, Task, Trajectory, Turn
+from polyturn.types import Message, Task, Trajectory, Turn
 
 FORMAT = 1
 
@@ -56,9 +56,9 @@ def to_json(trajectory: Trajectory, turn_advantages: Sequence[float] | None = No
 
 
 def from_json(row: Mapping[str, Any]) -> Trajectory:
-    """The trajectory that `to_json` wrote. Raises KeyError, TypeError or ValueError on anything else."""
+    """The trajectory that `to_json` wrote. Raises KeyError or TypeError on anything else."""
     task = row["task"]
-    trajectory = Trajectory(
+    return Trajectory(
         task=Task(
             id=task["id"],
             environment=task["environment"],
@@ -67,90 +67,88 @@ def from_json(row: Mapping[str, Any]) -> Trajectory:
             info=task["info"],
         ),
         sibling=row["sibling"],
-        turns=tuple(_turn(turn, index) for index, turn in enumerate(row["turns"])),
+        turns=tuple(
+            Turn(
+                continues=turn["continues"],
+                prompt_ids=tuple(turn["prompt_ids"]),
+                completion_ids=tuple(turn["completion_ids"]),
+                engine_logprobs=tuple(math.nan if value is None else value for value in turn["engine_logprobs"]),
+                policy_versions=tuple(turn["policy_versions"]),
+                stop_reason=turn["stop_reason"],
+                text=turn["text"],
+                reply=tuple(Message(**message) for message in turn["reply"]),
+                reward=turn["reward"],
+                state_key=turn["state_key"],
+                counts=turn["counts"],
+            )
+            for turn in row["turns"]
+        ),
         end_reason=row["end_reason"],
         outcome=row["outcome"],
         outcome_reward=row["outcome_reward"],
         success=row["success"],
         fault=row["fault"],
     )
-    _require(trajectory.end_reason in get_args(EndReason), f"end_reason is {trajectory.end_reason!r}")
-    numbers = [value for value in (trajectory.outcome_reward, *trajectory.outcome.values()) if value is not None]
-    _require(all(map(_is_finite, numbers)), "a reward of the outcome is no finite number")
-    return trajectory
 
 
 def write_trajectories(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows of `to_json` as JSON lines, complete or not at all."""
+    """Write rows of `to_json` as JSON lines, complete or not at all.
+
+    What JSON can't say never ends a run: nan and inf become null, and objects in a task's `info` their text.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(path.suffix + ".partial")
     with partial.open("w", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n")
+            file.write(_line(row) + "\n")
     partial.replace(path)
 
 
 def read_trajectories(path: Path) -> Iterator[Trajectory]:
-    """Trajectories of a file that `write_trajectories` wrote, the one of line n as the n-th.
-
-    Raises:
-        DataError: no such file, an empty one, or a line that is no recorded trajectory; has file and line.
-    """
+    """Trajectories of a file that `write_trajectories` wrote. Raises DataError with file and line."""
     if not path.is_file():
-        raise DataError(f"{path} does not exist; give a file that `polyturn rollout` or a run wrote")
-    number = 0
+        raise DataError(f"{path} does not exist; give a file of recorded trajectories")
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode())
                 if row.get("format") != FORMAT:
                     raise DataError(
                         f"{path}:{number}: trajectory format {row.get('format')!r} is not {FORMAT}, the one this version reads"
                     )
                 yield from_json(row)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise DataError(
-                    f"{path}:{number}: not a recorded trajectory ({type(error).__name__}: {error}); "
-                    "give a file that `polyturn rollout` or a run wrote"
-                ) from error
-    if number == 0:
-        raise DataError(f"{path} holds no trajectories; give a file that `polyturn rollout` or a run wrote")
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise DataError(f"{path}:{number}: not a recorded trajectory ({type(error).__name__}: {error})") from error
 
 
-def _turn(turn: Mapping[str, Any], index: int) -> Turn:
-    """One turn, checked: what is wrong here would otherwise train the wrong tokens, or fail far away."""
-    made = Turn(
-        continues=turn["continues"],
-        prompt_ids=tuple(turn["prompt_ids"]),
-        completion_ids=tuple(turn["completion_ids"]),
-        engine_logprobs=tuple(turn["engine_logprobs"]),
-        policy_versions=tuple(turn["policy_versions"]),
-        stop_reason=turn["stop_reason"],
-        text=turn["text"],
-        reply=tuple(Message(**message) for message in turn["reply"]),
-        reward=turn["reward"],
-        state_key=turn["state_key"],
-        counts=turn["counts"],
-    )
-    where = f"in turn {index}"
-    ids = (*made.prompt_ids, *made.completion_ids, *made.policy_versions)
-    _require(all(type(number) is int and number >= 0 for number in ids), f"{where} an id or version is no whole number")
-    sampled = len(made.completion_ids)
-    lengths = (len(made.engine_logprobs), len(made.policy_versions))
-    _require(lengths == (sampled, sampled), f"{where} {sampled} sampled ids have {lengths} log-probabilities and versions")
-    _require(all(map(_is_finite, (*made.engine_logprobs, made.reward))), f"{where} a log-probability or reward is not finite")
-    _require(made.stop_reason in get_args(StopReason), f"{where} stop_reason is {made.stop_reason!r}")
-    _require(index > 0 or not made.continues, "the first turn continues nothing")
-    return made
+def _line(row: Mapping[str, Any]) -> str:
+    try:
+        text = _dump(row, ensure_ascii=False)
+    except (TypeError, ValueError):
+        row = _plain(row)
+        text = _dump(row, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, as Python reads odd bytes: JSON can spell it
+        text = _dump(row, ensure_ascii=True)
+    return text
 
 
-def _require(holds: bool, problem: str) -> None:
-    if not holds:
-        raise ValueError(problem)
+def _dump(row: Mapping[str, Any], *, ensure_ascii: bool) -> str:
+    return json.dumps(row, ensure_ascii=ensure_ascii, allow_nan=False, separators=(",", ":"))
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+def _plain(value: Any) -> Any:
+    """`value` in the types that JSON has."""
+    if hasattr(value, "tolist"):  # numpy
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
 def _message(message: Message) -> dict[str, str]:
