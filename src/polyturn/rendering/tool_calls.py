@@ -88,8 +88,8 @@ def _call(reply: str, start: int, truncated: bool) -> tuple[ToolCall | Malformed
     end = _skip(_SPACE, reply, end)
     if reply.startswith(CLOSE, end):
         return _checked(value), end + len(CLOSE)
-    if end == len(reply):
-        return (_unfinished() if truncated else _checked(value)), end
+    if end == len(reply) or (truncated and CLOSE.startswith(reply[end:])):
+        return (_unfinished() if truncated else _checked(value)), len(reply)
     close = reply.find(CLOSE, end)
     after = len(reply) if close < 0 else close + len(CLOSE)
     return MalformedCall(problem=f"after the JSON of the call stands {reply[end : end + 20]!r}, not {CLOSE}"), after

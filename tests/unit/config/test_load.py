@@ -190,7 +190,8 @@ def test_missing_sections_and_keys_are_named(write):
         "recipe.yaml: environment: this section is missing; it needs id",
     ]
     assert problems(write("environment: {id: e}\nmodel:\n  dtype: float32\n")) == [
-        "recipe.yaml:2: model.path: required and missing: `builtin:tiny`, `builtin:smollm2`, a folder that transformers loads, or a hub id"
+        "recipe.yaml:2: model.path: required and missing: `builtin:tiny`, `builtin:smollm2`, a folder that transformers loads, "
+        "or a hub id"
     ]
 
 

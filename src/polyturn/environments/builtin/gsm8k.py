@@ -239,7 +239,7 @@ class Gsm8k(Environment):
         found = [match[1].strip() for match in _MARKED.finditer(whole)] or [boxed(text) or ""]
         given = [answer for answer in found if _NUMERIC.match(plain(answer[:MAX_ANSWER]))]
         if given:
-            return given[-1], True
+            return given[-1], read_number(given[-1]) is not None
         return (last_number(text) if self.accept_unmarked and not reply.truncated else None), False
 
     # ── demonstrations ─────────────────────────────────────────────────────────────────────────────────────────────────
