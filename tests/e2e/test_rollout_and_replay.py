@@ -161,6 +161,11 @@ def edit_task(**changes):
     return lambda index, row: row["task"].update(changes) if index == 5 else None
 
 
+def all_alike(index, row):
+    row.update(outcome_reward=1.0, turns=row["turns"][:1])
+    row["turns"][0].update(reward=0)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -176,10 +181,7 @@ def edit_task(**changes):
         (edit_turn(engine_logprobs=[-1.0] * 9), "log-probabilities and"),
         (edit_turn(reward="much"), "{path}:6: turn 0 has the reward 'much', which is no finite number"),
         (edit_turn(continues=True), "{path}:6: the first turn says that it continues another"),
-        (
-            lambda index, row: row.update(outcome_reward=1.0, turns=row["turns"][:1]) or row["turns"][0].update(reward=0),
-            "nothing to",
-        ),
+        (all_alike, "{path}: nothing to train in 2 groups: 2 with all advantages 0"),
     ],
 )
 def test_what_can_not_be_replayed_is_said_with_its_line(bench, recorded, change, said):
