@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     )
     _refuse_unwritable(out)
     result = asyncio.run(warmstart_model(checked, settings, out, say=print))
-    print(f"after {result.steps} steps: nll={result.negative_log_likelihood:.4g} token_accuracy={result.accuracy:.3f}")
+    print(f"after {result.steps} steps: nll={result.negative_log_likelihood:.4g} token_accuracy={result.accuracy.mean:.3f}")
     print(f"model: {out}")
     return 0
 

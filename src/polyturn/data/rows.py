@@ -36,10 +36,17 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _row(text: str, where: str) -> dict[str, Any]:
+    rule = "one JSON object a line is needed"
     try:
-        row = json.loads(text)
+        row = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); one JSON object a line is needed") from error
+        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); {rule}") from error
+    except (ValueError, RecursionError) as error:  # nan, a number of thousands of digits, brackets without end
+        raise DataError(f"{where}: not JSON ({error}); {rule}") from error
     if not isinstance(row, dict):
-        raise DataError(f"{where}: a {type(row).__name__}, not a JSON object; one JSON object a line is needed")
+        raise DataError(f"{where}: a {type(row).__name__}, not a JSON object; {rule}")
     return row
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number there, write null")
