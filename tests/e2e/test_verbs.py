@@ -125,7 +125,7 @@ def test_env_check_plays_an_environment(bench, words):
         (["parts.environments:NeverFull"], 2, "BROKEN  the gold replies score full marks: task train/0/0 scores 0.5 of 1"),
         (["parts.environments:SameIds"], 2, "BROKEN  task ids are unique"),
         (["parts.environments:AlwaysCrashes"], 2, "raised ConnectionError: no sandbox answers"),
-        (["parts.environments:TasksRaise"], 2, "polyturn: error: colours.tasks raised KeyError: 'split'"),
+        (["parts.environments:TasksRaise"], 2, "BROKEN  tasks can be made: tasks('train', 0) raised KeyError: 'split'"),
         (["parts.environments:NoTasks"], 2, "polyturn: error: environment colours has no training tasks"),
         (["parts.environments:Needy"], 2, "polyturn: error: environment parts.environments:Needy needs environment.args.url"),
         (["lookup", "max_hop=2"], 2, "did you mean max_hops?"),

@@ -10,7 +10,7 @@ from parts.models import gradients, largest_gap, plain_logprobs
 from polyturn.environments.base import TaskList
 from polyturn.errors import EnvironmentSetupError
 from polyturn.loop.build import load_policy
-from polyturn.loop.warmstart import SUPERVISED, WarmstartSettings, _batch, demonstrate, token_accuracy, warmstart
+from polyturn.loop.warmstart import SUPERVISED, Accuracy, WarmstartSettings, _batch, demonstrate, token_accuracy, warmstart
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.trainer import Trainer
 from unit.loop.makers import make_recipe
@@ -42,7 +42,7 @@ async def test_a_few_steps_reduce_the_loss(recipe, policy):
     assert [step for step, _, accuracy in told if accuracy is not None] == [4, 8, 12]
     assert told[-1][1] < 0.5 * told[0][1]
     assert (result.steps, result.negative_log_likelihood, result.accuracy) == told[-1]
-    assert result.accuracy > told[3][2]
+    assert result.accuracy.mean > told[3][2].mean
 
 
 async def test_the_gradient_is_the_supervised_one(recipe, policy):
@@ -85,9 +85,10 @@ async def test_token_accuracy_weighs_kinds_of_tokens_alike(recipe, policy):
         right = plain_logprobs(policy.model, ids, 1.0).exp()
         return float((right[(ids == encode(task.answer)[0])[1:]][1:]).mean())  # its first mention is the prompt's
 
-    expected = (chance(reds[0]) + chance(blue)) / 2
-    assert token_accuracy(policy.model, batch, counted) == pytest.approx(expected, rel=1e-4)
-    assert token_accuracy(policy.model, batch, frozenset({10_000})) == 0.0
+    found, kinds = token_accuracy(policy.model, batch, counted), (chance(reds[0]), chance(blue))
+    assert found.mean == pytest.approx(sum(kinds) / 2, rel=1e-4)
+    assert found.worst == pytest.approx(min(kinds), rel=1e-4)
+    assert token_accuracy(policy.model, batch, frozenset({10_000})) == Accuracy(0.0, 0.0)
 
 
 async def test_it_stops_at_its_target_and_then_cools_down(recipe, policy):
@@ -96,6 +97,7 @@ async def test_it_stops_at_its_target_and_then_cools_down(recipe, policy):
         cooldown_steps=3,
         learning_rate=0.02,
         target_accuracy=0.5,
+        target_worst=0.3,
         check_every=5,
         held_out=8,
         demonstrations_per_step=8,
@@ -109,9 +111,10 @@ async def test_it_stops_at_its_target_and_then_cools_down(recipe, policy):
         settings,
         on_step=lambda step, nll, accuracy: accuracies.append(accuracy),
     )
-    known = [accuracy for accuracy in accuracies[:-3] if accuracy is not None]
-    assert all(accuracy < 0.5 for accuracy in known[:-1])
-    assert known[-1] >= 0.5
+    known = [(accuracy.mean, accuracy.worst) for accuracy in accuracies[:-3] if accuracy is not None]
+    assert not any(mean >= 0.5 and worst >= 0.3 for mean, worst in known[:-1])
+    assert known[-1] >= (0.5, 0.3)
+    assert known[-1][1] >= 0.3
     assert result.steps == len(accuracies) < 200
     assert accuracies[-1] == result.accuracy, "measured once more at the end"
 
