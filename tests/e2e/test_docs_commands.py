@@ -20,6 +20,7 @@ REAL = "recipes/gsm8k-smollm2-cpu"
 QUICK = {
     "train": ["run.steps=1", "rollout.groups_per_step=2", "rollout.group_size=2", "evaluation.episodes=2"],
     "eval": ["evaluation.episodes=2"],
+    "rollout": ["rollout.groups_per_step=2", "rollout.group_size=2"],
     "warmstart": [],
 }
 PLACEHOLDER = re.compile(r"RECIPE|FILE|\bPATH\b|\bID\b|\bDIR\b|\bN\b|\[|\.\.\.")

@@ -91,6 +91,15 @@ def test_warmstart_demonstrates_the_rows_of_the_recipe(bench):
     assert (out / "model.safetensors").is_file()
 
 
+def test_warmstart_of_a_demonstration_that_is_too_long(bench):
+    ended = bench("warmstart", "rollout.max_turn_tokens=1", "--out", str(bench.folder / "warm"))
+    assert ended.code == 2
+    says = "has a reply of 2 tokens, and there is room for 1; set rollout.max_turn_tokens=2 or more"
+    assert ended.err.startswith("polyturn: error: a demonstration of colours for task train/0/0 ")
+    assert says in ended.err
+    assert not (bench.folder / "warm").exists()
+
+
 def test_warmstart_of_a_demonstration_that_does_not_end(bench):
     ended = bench("warmstart", "rollout.max_turns=1", "--out", str(bench.folder / "warm"))
     assert ended.code == 2

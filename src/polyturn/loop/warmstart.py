@@ -124,7 +124,7 @@ async def warmstart(
         on_step: called with step, negative log-likelihood per token, and accuracy where it was checked.
 
     Raises:
-        EnvironmentSetupError: there are no tasks, or a demonstration did not play to its end.
+        EnvironmentSetupError: there are no tasks, or a demonstration is too long or did not play to its end.
     """
     if source is None:
         with authors_code(f"{environment.name}.tasks"):
@@ -192,6 +192,14 @@ async def _batch(recipe: Recipe, environment: Environment, renderer: Renderer, t
         with authors_code(f"{environment.name}.demonstrations of task {task.id}"):
             replies = environment.demonstrations(task, rng)
         trajectory = await demonstrate(recipe, environment, renderer, task, replies)
+        cut = next((index for index, turn in enumerate(trajectory.turns) if turn.stop_reason == "length"), None)
+        if cut is not None:
+            length = len(renderer.tokenizer.encode(renderer.reply_text(replies[cut])))
+            raise EnvironmentSetupError(
+                f"a demonstration of {environment.name} for task {task.id} has a reply of {length} tokens, and there is room for "
+                f"{len(trajectory.turns[cut].completion_ids)}; set rollout.max_turn_tokens={length} or more, and "
+                "rollout.max_trajectory_tokens to hold it"
+            )
         if not trajectory.valid or trajectory.end_reason != "done":
             raise EnvironmentSetupError(
                 f"a demonstration of {environment.name} for task {task.id} did not play to its end "
