@@ -18,7 +18,8 @@ from polyturn.environments.base import Environment
 from polyturn.errors import ConfigError, ModelError
 from polyturn.loop.tasks import held_out_tasks, load_tasks
 from polyturn.metrics.run_folder import refuse_name
-from polyturn.models.folder import BUILTIN_POSITIONS, TINY, local_folder, max_positions
+from polyturn.models.folder import BUILTIN_POSITIONS, SMOLLM2, TINY, local_folder, max_positions
+from polyturn.models.smollm2 import check_smollm2
 from polyturn.rendering.renderer import Renderer
 from polyturn.types import Task, TaskSource
 
@@ -64,11 +65,14 @@ def check_model(recipe: Recipe, environment: Environment, path: str) -> None:
     Raises:
         ModelError: a folder that isn't there or holds no model, a context that is too short, no usable chat template.
         EnvironmentSetupError: `builtin:tiny` can't speak the words of this environment.
+        MissingDependencyError: `builtin:smollm2` is not in the cache, and what it is made from is not installed.
     """
     if path == TINY:
         environment.vocabulary()
     if path in BUILTIN_POSITIONS:
         refuse_short_context(recipe, path, BUILTIN_POSITIONS[path])
+        if path == SMOLLM2:
+            check_smollm2()
         return
     folder, template = local_folder(path), chat_template(recipe)
     if folder is not None:

@@ -196,8 +196,8 @@ async def _batch(recipe: Recipe, environment: Environment, renderer: Renderer, t
         if cut is not None:
             length = len(renderer.tokenizer.encode(renderer.reply_text(replies[cut])))
             raise EnvironmentSetupError(
-                f"a demonstration of {environment.name} for task {task.id} has a reply of {length} tokens, and there is room for "
-                f"{len(trajectory.turns[cut].completion_ids)}; set rollout.max_turn_tokens={length} or more, and "
+                f"a demonstration of {environment.name} for task {task.id} has a reply of {length} tokens, and there is room "
+                f"for {len(trajectory.turns[cut].completion_ids)}; set rollout.max_turn_tokens={length} or more, and "
                 "rollout.max_trajectory_tokens to hold it"
             )
         if not trajectory.valid or trajectory.end_reason != "done":

