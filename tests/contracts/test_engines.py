@@ -390,6 +390,23 @@ async def test_hf_stop_fails_whatever_waits():
     await engine.stop()
 
 
+async def test_hf_does_not_work_for_whoever_gave_up():
+    engine = hf(max_batch_size=2)
+    batches = []
+    generate = engine._generate
+    engine._generate = gate = Gate(lambda batch, version: batches.append(len(batch)) or generate(batch, version))
+    await engine.start()
+    requests = [asyncio.create_task(engine.generate(prompt, asking())) for prompt in PROMPTS]
+    await gate.reached()
+    for request in requests[2:4]:
+        request.cancel()
+    gate.open.set()
+    results = await asyncio.gather(*requests, return_exceptions=True)
+    assert [isinstance(result, asyncio.CancelledError) for result in results] == [False, False, True, True, False]
+    assert batches == [2, 1]
+    await engine.stop()
+
+
 async def test_hf_failure_reaches_everybody_who_waits_and_whoever_comes_later():
     engine = hf(max_batch_size=2)
 
