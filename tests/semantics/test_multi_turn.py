@@ -199,6 +199,7 @@ async def test_04_max_turns():
     assert trajectory.end_reason == "max_turns"
     assert trajectory.truncated
     assert len(trajectory.turns) == 3
+    assert [message.content for turn in trajectory.turns for message in turn.reply] == ["blue"] * 3
     assert trajectory.valid
     assert trajectory.total_reward == pytest.approx(3 * 0.25)
 
