@@ -34,12 +34,9 @@ def normalised_apart(
             )
         for q_G, group in zip(combined, siblings, strict=True):
             q_G += weights.get(name, 1.0) * _normalised_component(group, name)
-    everyone = np.concatenate([np.empty(0), *combined])
-    if not len(everyone):
-        return combined
-    # The q of a group have mean 0, except for what missing components leave; the mean over the step takes that out.
-    divisor = std(everyone) + STD_EPSILON
-    return [(q_G - everyone.mean()) / divisor for q_G in combined]
+    # No mean to subtract: every component adds up to 0 within its group, so q does too.
+    divisor = std(np.concatenate([np.empty(0), *combined])) + STD_EPSILON
+    return [q_G / divisor for q_G in combined]
 
 
 def std(values: PerSibling) -> float:

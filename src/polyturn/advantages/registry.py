@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Mapping
 from typing import Any, get_type_hints
@@ -16,6 +15,7 @@ from polyturn.advantages.grpo import Grpo
 from polyturn.advantages.mt_grpo import MtGrpo
 from polyturn.advantages.rloo import Rloo
 from polyturn.advantages.turn_rtg import TurnRtg
+from polyturn.config.dotted import load_dotted
 from polyturn.errors import ConfigError, nearest
 
 ESTIMATORS: dict[str, type[Any]] = {
@@ -39,7 +39,7 @@ def build_estimator(name: str, options: Mapping[str, Any] | None = None) -> Esti
     chosen = _load_class(name) if ":" in name else ESTIMATORS.get(name)
     if chosen is None:
         raise ConfigError(
-            f"algorithm.advantage={name!r} is unknown; {nearest(name, ESTIMATORS)} A class of your own is package.module:Class"
+            f"algorithm.advantage={name!r} is unknown; {nearest(name, ESTIMATORS)} (your own: package.module:Class)"
         )
     checked = _checked_options(name, chosen, options or {})
     try:
@@ -54,20 +54,9 @@ def build_estimator(name: str, options: Mapping[str, Any] | None = None) -> Esti
 
 def _load_class(path: str) -> type[Any]:
     """The class at `package.module:Class`."""
-    module_name, _, class_name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module raises is the user's to read, as a sentence
-        raise ConfigError(
-            f"algorithm.advantage={path!r}: module {module_name!r} can't be imported ({type(error).__name__}: {error}); "
-            "check its name, and that its folder is on PYTHONPATH"
-        ) from error
-    found = getattr(module, class_name, None)
+    found = load_dotted(path)
     if not isinstance(found, type):
-        classes = [name for name, value in vars(module).items() if isinstance(value, type) and not name.startswith("_")]
-        raise ConfigError(
-            f"algorithm.advantage={path!r}: module {module_name} has no class {class_name!r}; {nearest(class_name, classes)}"
-        )
+        raise ConfigError(f"algorithm.advantage={path!r} is a {type(found).__name__}, not a class; name an estimator's class")
     return found
 
 

@@ -39,7 +39,7 @@ class TurnRtg:
     gamma: float = 1.0
     """Discount per turn."""
     baseline: Baseline = "survivors"
-    """Whom a turn is compared with; `survivors` is the less noisy one."""
+    """Whom a turn is compared with; `survivors` is the less noisy one for late turns, and in groups of 8 or more."""
 
     def __post_init__(self) -> None:
         require_discount("gamma", self.gamma)

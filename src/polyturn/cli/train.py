@@ -40,10 +40,17 @@ def _arithmetic(checked: Checked) -> list[str]:
 
 def _dry_run(checked: Checked) -> int:
     from polyturn.config.resolve import write_resolved
+    from polyturn.errors import ConfigError
 
-    target = Path(checked.recipe.run.output_dir) / f"{checked.recipe.run.name}.resolved.yaml"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_resolved(checked.resolved, target)
+    output_dir = Path(checked.recipe.run.output_dir)
+    target = output_dir / f"{checked.recipe.run.name}.resolved.yaml"
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        write_resolved(checked.resolved, target)
+    except OSError as error:
+        raise ConfigError(
+            f"run.output_dir={output_dir}: can't be written to ({error.strerror}); give another folder"
+        ) from error
     print(f"dry run: everything that can be checked before a model loads is right; resolved recipe: {target}")
     return 0
 
@@ -51,6 +58,7 @@ def _dry_run(checked: Checked) -> int:
 def _train(checked: Checked) -> int:
     import asyncio
 
+    from polyturn.config.schema import filled
     from polyturn.loop.build import quiet_libraries
     from polyturn.loop.sync import build_run, train
     from polyturn.metrics.logs import set_up_logging
@@ -64,8 +72,7 @@ def _train(checked: Checked) -> int:
     print(f"run folder: {folder.root}")
 
     async def whole() -> Outcome:
-        assert recipe.run.steps is not None, "resolve fills run.steps"
-        with MetricsLog([JsonlSink(folder.metrics), ConsoleSink(), ProgressSink(recipe.run.steps)]) as log:
+        with MetricsLog([JsonlSink(folder.metrics), ConsoleSink(), ProgressSink(filled(recipe.run.steps))]) as log:
             return await train(await build_run(checked, folder, log, partial(print, flush=True)))
 
     _report(asyncio.run(whole()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from polyturn.config.schema import Recipe
+from polyturn.config.schema import Recipe, filled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ def batch_arithmetic(recipe: Recipe, num_train_tasks: int | None) -> BatchArithm
         trajectories=None if steps is None else steps * trajectories,
         max_tokens=None if steps is None else steps * tokens,
         epochs=None if steps is None or not num_train_tasks else steps * rollout.groups_per_step / num_train_tasks,
-        weight_pushes=None if steps is None else steps // recipe.weight_sync.every_steps,
+        weight_pushes=None if steps is None else math.ceil(steps / recipe.weight_sync.every_steps),
     )
 
 
@@ -67,18 +67,13 @@ def sentences(recipe: Recipe, num_train_tasks: int | None) -> tuple[str, ...]:
         f"{numbers.max_sampled_tokens_per_trajectory:,} of them sampled "
         f"({_count(recipe.rollout.max_turns, 'turn')} of {recipe.rollout.max_turn_tokens:,}).",
         f"A step holds at most {_count(numbers.max_tokens_per_step, 'token')}, "
-        f"in at most {_count(numbers.max_rows_per_step, 'row')} of {recipe.trainer.row_tokens:,}.",
+        f"in at most {_count(numbers.max_rows_per_step, 'row')} of {filled(recipe.trainer.row_tokens):,}.",
     ]
     if numbers.steps is not None:
         lines.append(_length_sentence(numbers, num_train_tasks))
         lines.append(
             f"The engine gets new weights {_count(numbers.weight_pushes or 0, 'time')}, "
-            f"{_every(recipe.weight_sync.every_steps)}."
-        )
-    if num_train_tasks is not None and num_train_tasks < numbers.groups_per_step:
-        lines.append(
-            f"There are only {_count(num_train_tasks, 'training task')}, so a step of {numbers.groups_per_step} plays some "
-            f"twice; rollout.groups_per_step={num_train_tasks} would not."
+            f"{_every(recipe.weight_sync.every_steps)} and at the end."
         )
     lines.append(_evaluation_sentence(recipe, numbers.steps))
     return tuple(lines)
@@ -93,7 +88,7 @@ def _optimizer_sentence(recipe: Recipe, numbers: BatchArithmetic) -> str:
     each = f"A step makes {_count(numbers.optimizer_steps_per_step, 'optimizer step')} ({how})"
     if total is None:
         return f"{each}."
-    return f"{each}, the run {total:,}, of which the first {trainer.warmup_steps:,} warm up."
+    return f"{each}, the run {total:,}, of which the first {filled(trainer.warmup_steps):,} warm up."
 
 
 def _length_sentence(numbers: BatchArithmetic, num_train_tasks: int | None) -> str:

@@ -24,6 +24,8 @@ from polyturn.errors import ConfigError
 
 _TINY_LEARNING_RATE = 3e-4
 _FULL_LEARNING_RATE = 1e-6
+_ROW_TOKENS = 1024
+_WARMUP_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ def resolve(recipe: Recipe, *, num_train_tasks: int | None) -> Resolved:
     """
     reasons: dict[str, str] = {}
     problems: list[str] = list(_refusals(recipe))
-    for derive in (_length, _learning_rate, _row_tokens, _warmup, _loss):
+    for derive in (_length, _tasks, _learning_rate, _row_tokens, _warmup, _loss):
         try:
             recipe = derive(recipe, num_train_tasks, reasons)
         except ConfigError as error:
@@ -128,6 +130,17 @@ def _length(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]
     return recipe
 
 
+def _tasks(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
+    """A step takes each task once."""
+    groups = recipe.rollout.groups_per_step
+    if num_train_tasks and groups > num_train_tasks:
+        raise ConfigError(
+            f"rollout.groups_per_step={groups} but there are only {num_train_tasks} training tasks, and a step takes each task "
+            f"once; set rollout.groups_per_step={num_train_tasks} or less"
+        )
+    return recipe
+
+
 def _learning_rate(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
     if recipe.trainer.learning_rate is not None:
         return recipe
@@ -138,31 +151,35 @@ def _learning_rate(recipe: Recipe, num_train_tasks: int | None, reasons: dict[st
 
 
 def _row_tokens(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
-    """A row must hold the longest trajectory; the default grows with it, a value that was given is refused."""
-    longest, row_tokens = recipe.rollout.max_trajectory_tokens, recipe.trainer.row_tokens
-    if row_tokens >= longest:
-        return recipe
-    if "row_tokens" in recipe.trainer.model_fields_set:
-        raise ConfigError(
-            f"trainer.row_tokens={row_tokens}: a row must hold a whole trajectory, of rollout.max_trajectory_tokens={longest}; "
-            f"set trainer.row_tokens={longest}, or rollout.max_trajectory_tokens={row_tokens}"
+    """A row must hold the longest trajectory: the default grows with it, a value that was given is refused."""
+    longest, given = recipe.rollout.max_trajectory_tokens, recipe.trainer.row_tokens
+    if given is None:
+        fits = max(_ROW_TOKENS, longest)
+        reasons["trainer.row_tokens"] = (
+            f"the usual {_ROW_TOKENS}, and at least a whole trajectory, of rollout.max_trajectory_tokens={longest}"
         )
-    reasons["trainer.row_tokens"] = f"a row must hold a whole trajectory, of rollout.max_trajectory_tokens={longest}"
-    return _with(recipe, "trainer", row_tokens=longest)
+        return _with(recipe, "trainer", row_tokens=fits)
+    if given < longest:
+        raise ConfigError(
+            f"trainer.row_tokens={given}: a row must hold a whole trajectory, of rollout.max_trajectory_tokens={longest}; "
+            f"set trainer.row_tokens={longest}, or rollout.max_trajectory_tokens={given}"
+        )
+    return recipe
 
 
 def _warmup(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
-    """The warm-up must end within the run; the default shrinks with it, a value that was given is refused."""
-    warmup, total = recipe.trainer.warmup_steps, batch_arithmetic(recipe, num_train_tasks).optimizer_steps
-    if total is None or warmup <= total:
-        return recipe
-    if "warmup_steps" in recipe.trainer.model_fields_set:
+    """The warm-up must end within the run: the default shrinks with it, a value that was given is refused."""
+    given, total = recipe.trainer.warmup_steps, batch_arithmetic(recipe, num_train_tasks).optimizer_steps
+    if given is None:
+        fits = _WARMUP_STEPS if total is None else min(_WARMUP_STEPS, total)
+        reasons["trainer.warmup_steps"] = f"the usual {_WARMUP_STEPS}, or the run's optimizer steps when those are fewer"
+        return _with(recipe, "trainer", warmup_steps=fits)
+    if total is not None and given > total:
         raise ConfigError(
-            f"trainer.warmup_steps={warmup}: the warm-up is longer than the run, which makes {total} optimizer steps; "
+            f"trainer.warmup_steps={given}: the warm-up is longer than the run, which makes {total} optimizer steps; "
             f"set trainer.warmup_steps={total} or less, or a longer run"
         )
-    reasons["trainer.warmup_steps"] = f"the run makes only {total} optimizer steps"
-    return _with(recipe, "trainer", warmup_steps=total)
+    return recipe
 
 
 def _loss(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:

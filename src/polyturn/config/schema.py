@@ -5,12 +5,17 @@ Field docstrings are the reference documentation of the recipe.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Positive = Field(gt=0)
-NotNegative = Field(ge=0)
+Value = TypeVar("Value")
+
+
+def filled(value: Value | None) -> Value:
+    """A setting that is never None in a resolved recipe."""
+    assert value is not None, "the recipe was not resolved"
+    return value
 
 
 class Section(BaseModel):
@@ -163,7 +168,7 @@ class AlgorithmSection(Section):
     """Estimator: a built-in name, or `package.module:Class`."""
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the estimator, checked against its fields."""
-    loss: str = "grpo"
+    loss: str = "dapo"
     """Preset that sets the axes of `loss_options`."""
     loss_options: LossOptions = Field(default_factory=LossOptions)
     """Axes that differ from the preset."""
@@ -184,8 +189,8 @@ class TrainerSection(Section):
     """Decoupled weight decay."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up."""
-    warmup_steps: int = Field(default=10, ge=0)
-    """Optimizer steps of linear warm-up."""
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """Optimizer steps of linear warm-up; 10, or the run's length when that is shorter."""
     min_learning_rate_ratio: float = Field(default=0.0, ge=0, le=1)
     """Where linear and cosine end, as a share of the peak."""
     max_grad_norm: float = Field(default=1.0, gt=0)
@@ -194,10 +199,12 @@ class TrainerSection(Section):
     """Passes over a batch."""
     optimizer_steps_per_batch: int = Field(default=1, gt=0)
     """Optimizer steps a pass is cut into, by whole groups."""
-    row_tokens: int = Field(default=1024, gt=0)
-    """Token budget of a packed row; one row is one micro-batch."""
+    row_tokens: int | None = Field(default=None, gt=0)
+    """Token budget of a packed row, which is one micro-batch; 1024, or a whole trajectory when that is longer."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    step_deadline_s: float = Field(default=3600.0, gt=0)
+    """A training step that takes longer ends the run."""
     threads: int | None = Field(default=None, gt=0)
     """CPU threads of torch; None leaves them alone."""
 
@@ -226,7 +233,7 @@ class EvaluationSection(Section):
     """Held-out tasks; 0 switches evaluation off."""
     samples_per_task: int = Field(default=1, gt=0)
     """Attempts per task, for pass@k."""
-    modes: tuple[Literal["sampled", "greedy"], ...] = Field(default=("sampled",), strict=False)
+    modes: tuple[Literal["sampled", "greedy"], ...] = Field(default=("sampled",), strict=False, min_length=1)
     """`sampled` at the rollout temperature, `greedy`, or both."""
 
 

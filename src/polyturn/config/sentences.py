@@ -80,7 +80,14 @@ def expected_words(annotation: Any, field: FieldInfo | None = None) -> str:
 
 def schema_problems(error: ValidationError) -> list[tuple[KeyPath, str]]:
     """Path and sentence for everything pydantic found."""
-    return [(problem["loc"], _sentence(problem)) for problem in error.errors(include_url=False, include_context=False)]
+    found = error.errors(include_url=False, include_context=False)
+    # A list with a bad item is also said to be too short: pydantic counts only the good ones.
+    inside = {problem["loc"][:-1] for problem in found}
+    return [
+        (problem["loc"], _sentence(problem))
+        for problem in found
+        if problem["type"] != "too_short" or problem["loc"] not in inside
+    ]
 
 
 def _sentence(problem: ErrorDetails) -> str:
@@ -103,6 +110,8 @@ def _sentence(problem: ErrorDetails) -> str:
     fix = _fix(annotation, field, value)
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
         return f"{_shown(value)} is out of range; {expected} is needed: {fix}"
+    if kind == "too_short":
+        return f"this list is empty; {expected} is needed: {fix}"
     if value is None:
         return f"no value; {expected} is needed: {fix}"
     return f"{_shown(value)} is {kind_words(value)}; {expected} is needed: {fix}"

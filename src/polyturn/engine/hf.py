@@ -1,6 +1,6 @@
 """The `hf` engine: transformers in this process, batching whatever waits.
 
-One task collects the requests that are waiting and hands them to one thread, which prefills and decodes them together and
+One task collects the requests that are waiting and hands them to a thread, which prefills and decodes them together and
 returns when the last has ended. Each request draws its noise from its own seed, so its tokens don't depend on who shares
 its batch (beyond the rounding of the logits).
 
@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from polyturn.errors import EngineError
+from polyturn.errors import EngineError, NonFiniteError
+from polyturn.processes.threads import in_thread
 from polyturn.types import Completion, SamplingParams
 
 _QUIET_ROUNDS = 8
@@ -62,14 +63,12 @@ class HfEngine:
         self._pad_id = pad_id
         self._queue: asyncio.Queue[_Request] = asyncio.Queue()
         self._busy = asyncio.Lock()
-        self._thread: ThreadPoolExecutor | None = None
         self._server: asyncio.Task[None] | None = None
         self._broken: str | None = None
 
     async def start(self) -> None:
         """Start the batching task."""
         if self._server is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-engine")
             self._server = asyncio.create_task(self._serve(), name="hf-engine")
 
     async def generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> Completion:
@@ -92,11 +91,8 @@ class HfEngine:
         if server is not None:
             server.cancel()
             await asyncio.gather(server, return_exceptions=True)
+        # A batch that runs can't be interrupted; its thread ends with it, and nobody waits for it.
         self._fail_waiting("the engine was stopped")
-        if self._thread is not None:
-            # A batch that runs can't be interrupted; its thread ends with it, and nobody waits here.
-            self._thread.shutdown(wait=False, cancel_futures=True)
-            self._thread = None
 
     # ── weights ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -111,7 +107,7 @@ class HfEngine:
         """
         async with self._busy:
             try:
-                await asyncio.get_running_loop().run_in_executor(self._thread, self._copy, weights)
+                await in_thread(self._copy, weights)
             except BaseException as error:
                 self._broken = f"a weight update to version {version} did not complete ({type(error).__name__}: {error})"
                 raise
@@ -139,14 +135,13 @@ class HfEngine:
                         # These were let in before a weight update broke: the weights are mixed now.
                         self._fail(batch, self._broken)
                         continue
-                    loop = asyncio.get_running_loop()
-                    completions = await loop.run_in_executor(self._thread, self._generate, batch, self.policy_version)
+                    completions = await in_thread(self._generate, batch, self.policy_version)
                 for request, completion in zip(batch, completions, strict=True):
                     if not request.future.done():
                         request.future.set_result(completion)
         except Exception as error:
             self._broken = f"{type(error).__name__}: {error}"
-            self._fail(batch, self._broken)
+            self._fail(batch, self._broken, error if isinstance(error, NonFiniteError) else None)
             self._fail_waiting(self._broken)
         except asyncio.CancelledError:
             self._fail(batch, "the engine was stopped")
@@ -168,10 +163,10 @@ class HfEngine:
         self._fail(waiting, reason)
 
     @staticmethod
-    def _fail(requests: Sequence[_Request], reason: str) -> None:
+    def _fail(requests: Sequence[_Request], reason: str, error: NonFiniteError | None = None) -> None:
         for request in requests:
             if not request.future.done():
-                request.future.set_exception(EngineError(f"the hf engine failed: {reason}"))
+                request.future.set_exception(error or EngineError(f"the hf engine failed: {reason}"))
 
     @torch.inference_mode()
     def _generate(self, batch: Sequence[_Request], version: int) -> list[Completion]:
@@ -237,6 +232,8 @@ def _sample(logits_BV: torch.Tensor, rows: Sequence[_Row]) -> torch.Tensor:
     greedy_B = torch.tensor([row.sampling.temperature == 0 for row in rows], device=logits_BV.device)
     token_B = torch.where(greedy_B, logits_BV.argmax(dim=-1), token_B)
     chosen = logprobs_BV.gather(-1, token_B[:, None])[:, 0].tolist()
+    if not all(map(math.isfinite, chosen)):
+        raise NonFiniteError("a log-probability of the engine is nan or inf: the weights that it samples with are broken")
     for row, token, logprob in zip(rows, token_B.tolist(), chosen, strict=True):
         row.ids.append(token)
         row.logprobs.append(logprob)

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
-from polyturn.config.schema import Recipe
+from polyturn.config.schema import Recipe, filled
 from polyturn.engine.base import Engine
 from polyturn.engine.hf import HfEngine
 from polyturn.environments.base import Environment
 from polyturn.errors import ConfigError, ModelError
-from polyturn.loop.tiny import TINY, ensure_tiny
-from polyturn.models.load import load_model, max_positions, model_folder
+from polyturn.loop.check import chat_template, refuse_short_context
+from polyturn.loop.tiny import ensure_tiny
+from polyturn.models.folder import TINY, max_positions, model_folder
+from polyturn.models.load import load_model
 from polyturn.rendering.renderer import Renderer
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.trainer import Trainer
@@ -55,23 +57,29 @@ async def load_policy(
     """Load `path`, or the recipe's model; `builtin:tiny` is made when the cache doesn't hold it.
 
     Raises:
-        ModelError: not loadable, or its context is shorter than `rollout.max_trajectory_tokens`.
+        ConfigError: a device that isn't there.
+        ModelError: not loadable, not made for its tokenizer, or its context is shorter than `rollout.max_trajectory_tokens`.
     """
+    device = choose_device(recipe.trainer.device)
     if recipe.trainer.threads is not None:
         torch.set_num_threads(recipe.trainer.threads)
     path = path or recipe.model.path
     folder = await ensure_tiny(recipe, environment, say) if path == TINY else model_folder(path)
-    longest = max_positions(folder)
-    if longest is not None and longest < recipe.rollout.max_trajectory_tokens:
-        raise ModelError(
-            f"rollout.max_trajectory_tokens={recipe.rollout.max_trajectory_tokens} exceeds the {longest} positions of {path}; "
-            f"set it to {longest} or less"
-        )
-    template = None if recipe.model.chat_template is None else Path(recipe.model.chat_template)
-    renderer = Renderer.load(folder, chat_template=template)
-    device = choose_device(recipe.trainer.device)
+    refuse_short_context(recipe, path, max_positions(folder))
+    renderer = Renderer.load(folder, chat_template=chat_template(recipe))
     model = load_model(folder, dtype=recipe.model.dtype, attention=recipe.model.attention, device=device)
+    refuse_missing_rows(path, model, renderer.tokenizer.vocab_size)
     return Policy(model=model, folder=folder, renderer=renderer)
+
+
+def refuse_missing_rows(path: str, model: Any, vocab_size: int) -> None:
+    """Raise ModelError when the tokenizer has ids that the model has no embedding for; more embeddings than ids are usual."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if rows < vocab_size:
+        raise ModelError(
+            f"model.path={path} has {rows} embeddings but its tokenizer has ids up to {vocab_size - 1}; they belong to "
+            "different models, or the embeddings were not resized"
+        )
 
 
 def build_engine(recipe: Recipe, model: torch.nn.Module) -> HfEngine:
@@ -83,18 +91,16 @@ def build_engine(recipe: Recipe, model: torch.nn.Module) -> HfEngine:
 def build_trainer(recipe: Recipe, model: torch.nn.Module) -> Trainer:
     """The trainer of a resolved recipe."""
     trainer = recipe.trainer
-    assert recipe.run.steps is not None, "resolve fills run.steps"
-    assert trainer.learning_rate is not None, "resolve fills trainer.learning_rate"
     settings = TrainerSettings(
-        learning_rate=trainer.learning_rate,
+        learning_rate=filled(trainer.learning_rate),
         loss=recipe.algorithm.loss_options,
-        total_optimizer_steps=recipe.run.steps * trainer.num_iterations * trainer.optimizer_steps_per_batch,
+        total_optimizer_steps=filled(recipe.run.steps) * trainer.num_iterations * trainer.optimizer_steps_per_batch,
         optimizer=trainer.optimizer,
         betas=trainer.betas,
         adam_epsilon=trainer.adam_epsilon,
         weight_decay=trainer.weight_decay,
         schedule=trainer.schedule,
-        warmup_steps=trainer.warmup_steps,
+        warmup_steps=filled(trainer.warmup_steps),
         min_learning_rate_ratio=trainer.min_learning_rate_ratio,
         max_grad_norm=trainer.max_grad_norm,
         num_iterations=trainer.num_iterations,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from polyturn.advantages.base import MIN_SIBLINGS, GroupAdvantages
-from polyturn.config.schema import Recipe
+from polyturn.config.schema import Recipe, filled
 from polyturn.engine.base import Engine
 from polyturn.environments.base import Environment
 from polyturn.errors import SampleError, TooManyDroppedError
@@ -92,7 +92,7 @@ def build_batches(
         samples = [sample for index in chunk for sample in per_group[index]]
         planned = sum(len(groups[index].trajectories) for index in chunk)
         if samples:
-            batches.append(pack(samples, row_tokens=recipe.trainer.row_tokens, planned_trajectories=planned))
+            batches.append(pack(samples, row_tokens=filled(recipe.trainer.row_tokens), planned_trajectories=planned))
     return batches, report
 
 
@@ -114,7 +114,7 @@ def _group_samples(recipe: Recipe, group: TrajectoryGroup, credit: GroupAdvantag
         try:
             made = assemble(trajectory, advantages.tolist(), temperature=recipe.rollout.temperature)
             for sample in made:
-                if len(sample) > recipe.trainer.row_tokens:
+                if len(sample) > filled(recipe.trainer.row_tokens):
                     raise SampleError(
                         f"{trajectory.id}: {len(sample)} tokens do not fit trainer.row_tokens={recipe.trainer.row_tokens}"
                     )
@@ -123,6 +123,11 @@ def _group_samples(recipe: Recipe, group: TrajectoryGroup, credit: GroupAdvantag
         else:
             samples.extend(made)
     return samples
+
+
+def exceeds(lost: int, allowed: float) -> bool:
+    """Whether more was lost than allowed; a share of a count that should be whole comes out a hair beside it."""
+    return lost > allowed + 1e-6
 
 
 class DropGuard:
@@ -143,7 +148,7 @@ class DropGuard:
         self._steps.append((report.dropped, report.planned))
         lost, planned = (sum(column) for column in zip(*self._steps, strict=True))
         allowed = self._max_share * planned * self._window / len(self._steps)
-        if report.dropped == report.planned or lost > allowed:
+        if report.dropped == report.planned or exceeds(lost, allowed):
             reason = (report.faults + report.broken_samples)[-1]
             raise TooManyDroppedError(
                 f"{lost} of {planned} trajectories of the last {len(self._steps)} steps were lost, more than "

@@ -8,30 +8,38 @@ runs in a thread, so that the event loop always answers and every wait has its d
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from polyturn.advantages.base import GroupAdvantages
 from polyturn.config.resolve import write_resolved
+from polyturn.config.schema import filled
 from polyturn.data.stream import TaskStream
 from polyturn.engine.base import Engine
 from polyturn.errors import TrainingError
 from polyturn.loop.build import Policy, build_engine_and_bridge, build_trainer, load_policy
-from polyturn.loop.check import Checked
+from polyturn.loop.check import Checked, chat_template
 from polyturn.loop.evaluate import Evaluation, evaluate
 from polyturn.loop.step import BatchReport, DropGuard, build_batches, make_groups, player_for
+from polyturn.loop.tasks import authors_code
 from polyturn.metrics.run_folder import RunFolder
 from polyturn.metrics.sinks import MetricsLog
 from polyturn.metrics.spans import Spans
 from polyturn.models.load import export_model
+from polyturn.processes.deadlines import deadline
+from polyturn.processes.threads import in_thread
+from polyturn.processes.watchdog import LoopWatchdog
 from polyturn.rollouts.record import to_json, write_trajectories
 from polyturn.trainer.trainer import Trainer
 from polyturn.types import TrainBatch, TrajectoryGroup
 from polyturn.weight_sync.base import WeightBridge
+
+LOOP_GRACE_S = 30.0
+"""How much longer than a tool's deadline the event loop may stand still before the run is ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,29 +98,33 @@ async def train(run: Run) -> Outcome:
         TrainingError: a number was not finite, too much was dropped, or engine and trainer disagree.
     """
     recipe = run.checked.recipe
-    assert recipe.run.steps is not None, "resolve fills run.steps"
+    steps = filled(recipe.run.steps)
     write_resolved(run.checked.resolved, run.folder.recipe)
     await run.engine.start()
     try:
-        await run.bridge.push(run.trainer.version)
-        before = await evaluate_now(run, step=0)
-        for step in range(1, recipe.run.steps + 1):
-            await train_step(run, step)
-            every = recipe.evaluation.every_steps
-            if every is not None and step % every == 0 and step < recipe.run.steps:
-                await evaluate_now(run, step=step)
-        await run.bridge.push(run.trainer.version)
-        after = await evaluate_now(run, step=recipe.run.steps)
+        with LoopWatchdog(recipe.rollout.tool_deadline_s + LOOP_GRACE_S):
+            await run.bridge.push(run.trainer.version)
+            before = await evaluate_now(run, step=0)
+            for step in range(1, steps + 1):
+                await train_step(run, step)
+                every = recipe.evaluation.every_steps
+                if every is not None and step % every == 0 and step < steps:
+                    await evaluate_now(run, step=step)
+            await run.bridge.push(run.trainer.version)
+            after = await evaluate_now(run, step=steps)
     finally:
         await run.engine.stop()
-    await asyncio.to_thread(export_model, run.trainer.model, run.policy.folder, run.folder.export)
+    await in_thread(
+        partial(export_model, chat_template=chat_template(recipe)), run.trainer.model, run.policy.folder, run.folder.export
+    )
     return Outcome(before=before, after=after, folder=run.folder.root, export=run.folder.export)
 
 
 async def train_step(run: Run, step: int) -> None:
     """One training step, exactly the arrows at the top of this page."""
     recipe, spans, start = run.checked.recipe, run.spans, time.perf_counter()
-    tasks = run.stream.take(recipe.rollout.groups_per_step)
+    with authors_code(f"a training task of {run.checked.environment.name}"):
+        tasks = run.stream.take(recipe.rollout.groups_per_step)
     player = player_for(recipe, run.checked.environment, run.policy.renderer, run.engine, f"train/{step}")
     with spans.span("rollout"):
         groups = await make_groups(recipe, player, tasks)
@@ -121,7 +133,7 @@ async def train_step(run: Run, step: int) -> None:
     save_trajectories(run, step, groups, credit)
     run.guard.check(report)
     with spans.span("train"):
-        metrics = await asyncio.to_thread(run.trainer.train, batches) if batches else {}
+        metrics = await train_batches(run, batches)
     refuse_mismatch(run, metrics)
     if step % recipe.weight_sync.every_steps == 0:
         with spans.span("push"):
@@ -131,6 +143,15 @@ async def train_step(run: Run, step: int) -> None:
     metrics["policy_version"] = run.engine.policy_version
     metrics["optimizer_step"] = run.trainer.optimizer_step
     run.log.write(step, metrics)
+
+
+async def train_batches(run: Run, batches: Sequence[TrainBatch]) -> dict[str, float]:
+    """The trainer's step, in a thread; nothing to do when every group was filtered out."""
+    if not batches:
+        return {}
+    limit_s = run.checked.recipe.trainer.step_deadline_s
+    async with deadline(limit_s, "the trainer's step (trainer.step_deadline_s)"):
+        return await in_thread(run.trainer.train, batches)
 
 
 async def evaluate_now(run: Run, *, step: int) -> dict[str, Evaluation]:

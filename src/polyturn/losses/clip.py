@@ -65,7 +65,7 @@ def sapo(ratio_N: Tensor, logprobs_N: Tensor, advantages_N: Tensor, options: Los
     """
     positive = required(options.sapo_temperature_positive, "sapo_temperature_positive")
     negative = required(options.sapo_temperature_negative, "sapo_temperature_negative")
-    tau_N = torch.where(advantages_N > 0, positive, negative).to(ratio_N.dtype)
+    tau_N = torch.full_like(ratio_N, negative).masked_fill(advantages_N > 0, positive)
     never_N = torch.zeros_like(ratio_N, dtype=torch.bool)
     return Clipped(-(4.0 / tau_N) * torch.sigmoid(tau_N * (ratio_N - 1.0)) * advantages_N, never_N, never_N)
 

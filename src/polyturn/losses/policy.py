@@ -39,9 +39,13 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> LossResult:
     return LossResult(loss=(inputs.token_weights_N * loss_N).sum(), metrics=means, maxima=maxima)
 
 
-def needs_whole_segments(options: LossOptions) -> bool:
-    """Whether a turn or trajectory that spans micro-batches needs its numbers computed beforehand (see `LossInputs`)."""
-    return options.ratio_level != "token" or (options.sampler_correction != "none" and options.sampler_level != "token")
+def needs_whole_segments(options: LossOptions, *, on_policy: bool) -> bool:
+    """Whether a turn or trajectory that spans micro-batches needs its numbers computed beforehand (see `LossInputs`).
+
+    `on_policy` says that there are no old log-probabilities: every ratio is then 1, whatever it covers.
+    """
+    ratio_does = options.ratio_level != "token" and not on_policy
+    return ratio_does or (options.sampler_correction != "none" and options.sampler_level != "token")
 
 
 def _sampler_weight(inputs: LossInputs, options: LossOptions) -> Tensor:
@@ -79,9 +83,9 @@ def _metrics(
     if kl_N is not None:
         per_token["kl"] = kl_N
     dtype, device = inputs.trainer_logprobs_N.dtype, inputs.trainer_logprobs_N.device
-    count = torch.tensor(float(len(ratio_N)), dtype=dtype, device=device)
+    count = torch.full((), len(ratio_N), dtype=dtype, device=device)
     means = {name: (value_N.detach().to(dtype).sum(), count) for name, value_N in per_token.items()}
-    floor = torch.tensor([-torch.inf], dtype=dtype, device=device)
+    floor = torch.full((1,), -torch.inf, dtype=dtype, device=device)
     maxima = {
         "sampler_weight_max": torch.cat([weight_N, floor]).max(),
         "mismatch_max": torch.cat([per_token["mismatch"], floor]).max(),

@@ -27,8 +27,8 @@ def segment_ids(level: Level, *, trajectory_index_N: Tensor, turn_index_N: Tenso
 
 def segment_sum(values_N: Tensor, ids_N: Tensor) -> Tensor:
     """The sum over each token's segment, `[N]`. Summed in float64: long trajectories have thousands of tokens."""
-    num_segments = int(ids_N.max()) + 1 if len(ids_N) else 0
-    sums = torch.zeros(num_segments, dtype=torch.float64, device=values_N.device)
+    # There are at most N segments; counting them would wait for the device.
+    sums = torch.zeros(len(ids_N), dtype=torch.float64, device=values_N.device)
     return sums.index_add(0, ids_N, values_N.double())[ids_N].to(values_N.dtype)
 
 

@@ -2,7 +2,7 @@
 
     runs/lookup-2/
       recipe.yaml          the resolved recipe, with the reason of every derived value
-      metrics.jsonl        one line a step, every metric (see `names`)
+      metrics.jsonl        one line a step and one an evaluation, every metric (see `names`)
       trajectories/        step_000012.jsonl: the trajectories of a step
       heartbeats/          one file a role: what it waits for right now
       export/              the trained model, in the format it was loaded from
@@ -31,8 +31,7 @@ class RunFolder:
 
         Raises ConfigError when `name` is no plain folder name, or `output_dir` can't be written to.
         """
-        if not name or name in (".", "..") or any(letter in name for letter in "/\\\0"):
-            raise ConfigError(f"run.name={name!r} is no folder name; give one without slashes, such as lookup")
+        refuse_name(name)
         parent = Path(output_dir)
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +58,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One line a step."""
+        """One line a step, one an evaluation."""
         return self.root / "metrics.jsonl"
 
     @property
@@ -80,3 +79,9 @@ class RunFolder:
     def trajectories_of(self, step: int) -> Path:
         """File of one step's trajectories; sorting the names sorts the steps."""
         return self.trajectories / f"step_{step:06d}.jsonl"
+
+
+def refuse_name(name: str) -> None:
+    """Raise ConfigError when `name` is no plain folder name."""
+    if not name or name in (".", "..") or any(letter in name for letter in "/\\\0"):
+        raise ConfigError(f"run.name={name!r} is no folder name; give one without slashes, such as lookup")

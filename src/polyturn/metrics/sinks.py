@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Takes the metrics of one step after the other."""
+    """Takes metrics step by step: those of a step at once, those of an evaluation at that step in a call of their own."""
 
     def write(self, step: int, values: Values) -> None:
         """Take the metrics of `step`. Raises ResourceError when they can't be kept."""
@@ -66,7 +66,7 @@ class MetricsLog:
 
 
 class JsonlSink:
-    """Appends one JSON object a step to a file. A number that is nan or infinite becomes null, which every reader takes."""
+    """Appends one JSON object a call to a file. A number that is nan or infinite becomes null, which every reader takes."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -144,8 +144,10 @@ class ProgressSink:
     def write(self, step: int, values: Values) -> None:
         """Move the bar to `step`."""
         if self._progress is not None:
+            self._progress.update(self._task, completed=step)
             shown = "  ".join(f"{name} {four_digits(values[name])}" for name in ("reward", "success") if name in values)
-            self._progress.update(self._task, completed=step, shown=shown)
+            if shown:
+                self._progress.update(self._task, shown=shown)
 
     def close(self) -> None:
         """Leave the bar as it is and give the terminal back."""

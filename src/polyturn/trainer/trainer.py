@@ -19,7 +19,7 @@ from polyturn.losses.base import LossInputs, LossResult, combined_metrics, requi
 from polyturn.losses.policy import needs_whole_segments, policy_loss
 from polyturn.losses.ratio import segment_log_ratio
 from polyturn.losses.sampler import sampler_weights
-from polyturn.trainer.forward import RowTensors, to_tensors, trained_logprobs
+from polyturn.trainer.forward import RowTensors, refuse_mixed_samples, to_tensors, trained_logprobs
 from polyturn.trainer.optimizer import build_optimizer, learning_rate_at
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.types import TrainBatch
@@ -35,6 +35,8 @@ class _Prepared:
     """The policy's before the first optimizer step on this batch; None where this forward is that policy."""
     reference_logprobs: list[Tensor] | None
     policy_age: float
+    """Mean over the trained tokens."""
+    num_trained_tokens: int
 
 
 @dataclass(slots=True)
@@ -61,14 +63,16 @@ class _Record:
 class Trainer:
     """Owns the policy being trained. `version` counts batches trained on: the version that a push would carry.
 
-    `reference` is the frozen policy of the KL term; without one `settings.loss.beta` must be 0.
+    `reference` is the frozen policy of the KL term; without one `settings.loss.beta` must be 0. Raises ModelError for an
+    architecture that can't be trained on packed rows.
     """
 
     def __init__(
         self, model: torch.nn.Module, settings: TrainerSettings, *, reference: torch.nn.Module | None = None, version: int = 0
     ) -> None:
         assert reference is not None or settings.loss.beta == 0, "a KL term needs a reference"
-        self.model = model
+        self.model = model.eval()
+        refuse_mixed_samples(self.model)
         self._reference = reference.eval() if reference is not None else None
         self.settings = settings
         self.version = version
@@ -101,7 +105,7 @@ class Trainer:
         self.version += 1
         return {
             **record.metrics(),
-            "policy_age": float(np.mean([batch.policy_age for batch in prepared])),
+            "policy_age": float(np.average([b.policy_age for b in prepared], weights=[b.num_trained_tokens for b in prepared])),
         }
 
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
@@ -132,6 +136,7 @@ class Trainer:
             old_logprobs=_score(self.model, rows) if keep_old else None,
             reference_logprobs=None if self._reference is None else _score(self._reference, rows),
             policy_age=float(ages.mean()),
+            num_trained_tokens=len(ages),
         )
 
     def _whole_segments(self, batch: _Prepared) -> tuple[list[Tensor], list[Tensor]] | None:
@@ -142,7 +147,7 @@ class Trainer:
         loss = self.settings.loss
         trajectories = [set(row.trajectory_index_N.tolist()) for row in batch.rows]
         apart = len(set().union(*trajectories)) == sum(map(len, trajectories))
-        if apart or not needs_whole_segments(loss):
+        if apart or not needs_whole_segments(loss, on_policy=batch.old_logprobs is None):
             return None
         now_N = torch.cat(_score(self.model, batch.rows))
         old_N = now_N if batch.old_logprobs is None else torch.cat(batch.old_logprobs)

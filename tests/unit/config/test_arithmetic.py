@@ -7,7 +7,8 @@ from polyturn.config.schema import Recipe
 
 
 def recipe(**sections) -> Recipe:
-    return Recipe.model_validate({"model": {"path": "x"}, "environment": {"id": "e"}} | sections)
+    trainer = {"row_tokens": 4096, "warmup_steps": 1} | sections.pop("trainer", {})
+    return Recipe.model_validate({"model": {"path": "x"}, "environment": {"id": "e"}, "trainer": trainer} | sections)
 
 
 SMALL = recipe(
@@ -32,7 +33,7 @@ def test_numbers_of_a_small_run():
     assert numbers.trajectories == 240
     assert numbers.max_tokens == 96_000
     assert numbers.epochs == 0.5
-    assert numbers.weight_pushes == 3
+    assert numbers.weight_pushes == 4
 
 
 def test_sentences_of_a_small_run():
@@ -43,7 +44,7 @@ def test_sentences_of_a_small_run():
         "A trajectory holds at most 400 tokens, 150 of them sampled (3 turns of 50).",
         "A step holds at most 9,600 tokens, in at most 24 rows of 512.",
         "The run is 10 steps: 60 tasks, 240 trajectories, at most 96,000 tokens, 0.5 x 120 training tasks.",
-        "The engine gets new weights 3 times, every 3 steps.",
+        "The engine gets new weights 4 times, every 3 steps and at the end.",
         "Evaluation plays 28 episodes at the start and at the end and every 4 steps, 4 times.",
     )
 
@@ -59,8 +60,3 @@ def test_a_run_without_length_has_no_totals():
 def test_a_source_without_end_has_no_epochs():
     line = next(line for line in sentences(recipe(run={"steps": 1}), None) if line.startswith("The run"))
     assert line == "The run is 1 step: 16 tasks, 128 trajectories, at most 524,288 tokens, from a source without end."
-
-
-def test_too_few_tasks_for_a_step_is_said():
-    assert any("There are only 5 training tasks, so a step of 16 plays some twice" in line for line in sentences(recipe(), 5))
-    assert not any("There are only" in line for line in sentences(recipe(), 16))

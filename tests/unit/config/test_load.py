@@ -113,8 +113,8 @@ def test_a_section_with_nothing_below_it_is_a_section_of_defaults(write):
         ("run: {name: 3}", "3: run.name: 3 is a whole number; text is needed: quote it, '3'"),
         ("run: {name: true}", "3: run.name: true is a truth value; text is needed: quote it, 'true'"),
         (
-            "trainer:\n  warmup_steps:",
-            "4: trainer.warmup_steps: no value; a whole number of at least 0 is needed: give one, or leave the key out for 10",
+            "trainer:\n  num_iterations:",
+            "4: trainer.num_iterations: no value; a whole number above 0 is needed: give one, or leave the key out for 1",
         ),
         ("trainer: {optimizer: adam}", "3: trainer.optimizer: 'adam' is no valid value; did you mean adamw?"),
         ("trainer: {schedule: 3}", "3: trainer.schedule: 3 is no valid value; valid: constant, cosine, linear"),
@@ -132,6 +132,11 @@ def test_a_section_with_nothing_below_it_is_a_section_of_defaults(write):
             "3: evaluation.modes: 'greedy' is text; a list, each one of sampled, greedy is needed: write [greedy]",
         ),
         ("evaluation: {modes: [greed]}", "3: evaluation.modes[0]: 'greed' is no valid value; did you mean greedy?"),
+        (
+            "evaluation: {modes: []}",
+            "3: evaluation.modes: this list is empty; a list, each one of sampled, greedy is needed: give one, or leave the "
+            "key out for ['sampled']",
+        ),
         ("rollout: 7", "3: rollout: 7 is a whole number; a section of keys is needed: put keys below it, such as group_size"),
         ("run: {seed: 010}", "3: run.seed: 010 has a leading zero, octal to some YAML readers; write 10, or '010' for text"),
         ("trainer: {learning_rate: .inf}", "3: trainer.learning_rate: .inf is not a finite number; give one"),

@@ -35,7 +35,7 @@ def test_steps_give_epochs():
 
 
 @pytest.mark.parametrize(
-    ("epochs", "tasks", "steps"), [(1.0, 160, 10), (1.0, 161, 11), (0.5, 100, 4), (1e-9, 10, 1), (3.2, 1000, 200)]
+    ("epochs", "tasks", "steps"), [(1.0, 160, 10), (1.0, 161, 11), (0.5, 100, 4), (1e-9, 16, 1), (3.2, 1000, 200)]
 )
 def test_epochs_give_steps_rounded_up(epochs, tasks, steps):
     resolved = resolve(recipe(run={"epochs": epochs}), num_train_tasks=tasks)
@@ -53,7 +53,7 @@ def test_a_source_without_end_has_steps_only():
 
 
 def test_a_length_is_needed():
-    assert refusals(recipe(run={}), 10) == [
+    assert refusals(recipe(run={}), 100) == [
         "run.steps and run.epochs are both missing; give one of them, such as run.steps=200"
     ]
 

@@ -94,7 +94,7 @@ class Lookup(Environment):
         *,
         level: Level = "chain",
         max_hops: int = 4,
-        dead_end_share: float = 0.1,
+        dead_end_share: float = 0.03,
         turn_reward: float = 0.1,
         instructions: bool = True,
     ) -> None:
@@ -130,7 +130,7 @@ class Lookup(Environment):
     def _make(self, split: Split, seed: int, index: int) -> Task:
         rng = random.Random(f"lookup/{self.level}/{self.max_hops}/{self.dead_end_share}/{split}/{seed}/{index}")
         names = rng.sample(NAMES, 2 * self.max_hops + 1)
-        hops = rng.randint(1, self.max_hops)
+        hops = 1 + index % self.max_hops  # every length equally often, in any stretch of tasks
         records: dict[str, dict[str, Any]] = {}
         for here, there in pairwise(names[:hops]):
             pointers = [there]
@@ -226,7 +226,8 @@ class Lookup(Environment):
             replies.append(f"lookup({name})")
             if record.value is not None:
                 return [*replies, f"answer({record.value})"]
-            open_names.extend(target for target in rng.sample(record.next, len(record.next)) if target not in seen)
+            # Always the first pointer first: which one leads on is luck, and a choice that can't be told can't be copied.
+            open_names.extend(target for target in reversed(record.next) if target not in seen)
             seen.update(record.next)
             if open_names and rng.random() < GIVE_UP_SHARE:
                 break

@@ -1,0 +1,75 @@
+"""Every command that README, docs and recipes show is run here, with fewer steps, on a model that needs no warm start."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from parts.models import save_model_folder
+from polyturn.cli.main import main
+from polyturn.environments.builtin.lookup import Lookup
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*/README.md")])
+QUICK = {
+    "train": ["run.steps=1", "rollout.groups_per_step=2", "rollout.group_size=2", "evaluation.episodes=2"],
+    "eval": ["evaluation.episodes=2"],
+    "warmstart": [],
+}
+PLACEHOLDER = re.compile(r"RECIPE|FILE|\bPATH\b|\bID\b|\bDIR\b|\bN\b|\[|\.\.\.")
+
+
+@pytest.fixture(scope="module")
+def untrained_tiny(tmp_path_factory) -> Path:
+    """A random model that speaks the words of `lookup`."""
+    vocabulary = Lookup(instructions=False).vocabulary()
+    return save_model_folder(tmp_path_factory.mktemp("tiny"), vocabulary.words, vocabulary.pattern)
+
+
+def commands() -> list[str]:
+    """Lines of code blocks that start with `polyturn` or `make`; lines with placeholders show a form, not a command."""
+    found: dict[str, None] = {}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        blocks = re.findall(r"```(?:bash|sh)?\n(.*?)```", text, flags=re.S) + re.findall(r"(?m)^ {4}(\S.*)$", text)
+        for line in "\n".join(blocks).splitlines():
+            command = line.partition(" #")[0].strip()
+            if re.match(r"(polyturn|make) ", command) and not PLACEHOLDER.search(command):
+                found[command] = None
+    return list(found)
+
+
+def test_the_readme_opens_with_its_two_commands():
+    shown = [line.split()[:2] for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("    make")]
+    assert shown == [["make", "quickstart"], ["make", "test"]]
+
+
+@pytest.mark.parametrize("command", [command for command in commands() if command.startswith("make ")])
+def test_make_targets_exist(command: str):
+    run = subprocess.run([*shlex.split(command), "-n"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+
+
+def test_there_are_commands_of_every_verb():
+    verbs = {command.split()[1] for command in commands() if command.startswith("polyturn ")}
+    assert {"train", "eval", "warmstart", "env"} <= verbs
+
+
+@pytest.mark.parametrize("command", [command for command in commands() if command.startswith("polyturn ")])
+def test_polyturn_commands_run(command: str, untrained_tiny: Path, tmp_path: Path, monkeypatch, capsys):
+    words = shlex.split(command)[1:]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    if words[0] in QUICK:
+        exported = tmp_path / "runs" / "quickstart" / "export"
+        exported.parent.mkdir(parents=True)
+        exported.symlink_to(untrained_tiny)
+        if "--steps" in words:
+            words[words.index("--steps") + 1] = "1"
+        words += [f"model.path={untrained_tiny}", *QUICK[words[0]]]
+    assert main(words) == 0
+    assert "error" not in capsys.readouterr().err
