@@ -518,16 +518,16 @@ EXPECTED_SEED = 8597362966433937093
 
 
 class Uneven(Talk):
-    """Later siblings are set up and answered first."""
+    """Siblings are set up, and answered, in an order of their own that changes from turn to turn."""
 
     async def setup(self, task):
         state = await super().setup(task)
-        for _ in range(3 * (GROUP_SIZE - state.number)):
+        for _ in range(3 * (5 * state.number % 8)):
             await asyncio.sleep(0)
         return state
 
     async def step(self, state, reply):
-        for _ in range(5 * (GROUP_SIZE - state.number)):
+        for _ in range(3 * ((3 * state.number + len(state.seen)) % 8)):
             await asyncio.sleep(0)
         return await super().step(state, reply)
 
