@@ -21,7 +21,7 @@ def successes(ended: Any) -> tuple[float, float]:
     return before, after
 
 
-@pytest.mark.parametrize("loss", ["grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("loss", ["grpo", *(pytest.param(name, marks=pytest.mark.real) for name in ("gspo", "cispo", "sapo"))])
 def test_training_learns_what_is_rewarded(bench, loss):
     before, after = successes(bench("train", f"algorithm.loss={loss}", *WORDS))
     assert before < 0.1
@@ -50,4 +50,4 @@ def test_builtin_tiny_learns_persistence(bench):
     words += ["rollout.max_turns=6", "rollout.max_turn_tokens=8", "rollout.max_trajectory_tokens=128"]
     before, after = successes(bench("train", *words, "trainer.learning_rate=3e-4", "evaluation.episodes=256"))
     assert before < 0.7
-    assert after > before + 0.15
+    assert after > before + 0.25
