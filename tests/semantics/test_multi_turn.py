@@ -199,6 +199,7 @@ async def test_04_max_turns():
     assert trajectory.end_reason == "max_turns"
     assert trajectory.truncated
     assert len(trajectory.turns) == 3
+    assert [message.content for turn in trajectory.turns for message in turn.reply] == ["blue"] * 3
     assert trajectory.valid
     assert trajectory.total_reward == pytest.approx(3 * 0.25)
 
@@ -396,11 +397,11 @@ def dying_engine(error: Exception) -> ScriptedEngine:
 @pytest.mark.parametrize("deterministic", [False, True])
 async def test_18_a_dead_engine_ends_the_rollout(deterministic):
     environment = Talk({"step": never_returns})
-    chosen = player(environment, dying_engine(EngineError("out of memory")))
+    chosen = player(environment, dying_engine(EngineError("out of memory")), tool_deadline_s=FOREVER)
     if deterministic:
         environment.acts = {}
     with pytest.raises(EngineError, match="out of memory"):
-        await play_group(chosen, deterministic=deterministic)
+        await asyncio.wait_for(play_group(chosen, deterministic=deterministic), 30)
     assert not other_tasks()
     assert sorted(environment.closed) == list(range(8))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from polyturn.errors import DeadlineError
 from polyturn.processes.deadlines import deadline
-from polyturn.processes.threads import in_thread
+from polyturn.processes.threads import in_thread, still_running
 
 SOURCE = Path(__file__).parents[3] / "src"
 
@@ -128,9 +129,40 @@ async def test_a_thread_is_named_after_its_call():
     assert await in_thread(slow_tool) == "call slow_tool"
 
 
+@pytest.mark.parametrize("fails", [False, True])
+async def test_the_thread_is_gone_when_its_result_is_there(fails):
+    """A thread that is the last to let go of a model while the process ends would abort it."""
+    inside = []
+
+    def work():
+        inside.append(threading.current_thread())
+        return 1 / 0 if fails else 1
+
+    for _ in range(200):
+        with contextlib.suppress(ZeroDivisionError):
+            await in_thread(work)
+        assert not inside.pop().is_alive()
+
+
+async def test_a_call_that_was_given_up_on_is_known_until_it_comes_back():
+    release, inside = threading.Event(), []
+
+    def given_up_on():
+        inside.append(threading.current_thread())
+        release.wait(30)
+
+    with pytest.raises(DeadlineError):
+        async with deadline(0.05, "the call"):
+            await in_thread(given_up_on)
+    assert "call given_up_on" in still_running()
+    release.set()
+    inside[0].join(30)
+    assert "call given_up_on" not in still_running()
+
+
 HANGING = """
 import asyncio, threading
-from polyturn.processes.threads import in_thread
+from polyturn.processes.threads import in_thread, still_running
 
 async def main():
     call = asyncio.create_task(in_thread(threading.Event().wait))
