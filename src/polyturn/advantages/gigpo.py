@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -31,6 +32,8 @@ class GiGpo:
     Paper: Feng et al. 2025, "Group-in-Group Policy Optimization", arXiv 2505.10978.
     """
 
+    needs_state_keys: ClassVar[bool] = True
+    """Refused before a run starts where the environment names no states."""
     state_weight: float = 1.0
     """w, the weight of the credit among equal states."""
     gamma: float = 0.95

@@ -84,6 +84,8 @@ class Environment(ABC):
     name: ClassVar[str]
     full_marks: ClassVar[float] = 1.0
     """Sum of the outcome components of a solved task: reaching it is success."""
+    names_states: ClassVar[bool] = False
+    """Whether every step gives a `state_key`, which `gigpo` compares turns by."""
 
     @abstractmethod
     def tasks(self, split: Split, seed: int) -> TaskSource:

@@ -51,12 +51,22 @@ def check(recipe: Recipe, *, model: str | None = None) -> Checked:
     train_tasks = load_tasks(recipe, environment, "train")
     resolved = resolve(recipe, num_train_tasks=train_tasks.size)
     estimator = build_estimator(recipe.algorithm.advantage, recipe.algorithm.advantage_options)
+    refuse_without_states(recipe, environment, estimator)
     eval_tasks = held_out_tasks(resolved.recipe, environment)
     check_model(recipe, environment, model or recipe.model.path)
     check_device_name(recipe.trainer.device)
     return Checked(
         resolved=resolved, environment=environment, train_tasks=train_tasks, eval_tasks=eval_tasks, estimator=estimator
     )
+
+
+def refuse_without_states(recipe: Recipe, environment: Environment, estimator: Estimator) -> None:
+    """Raise ConfigError for an estimator that compares turns by state in an environment that doesn't name its states."""
+    if getattr(estimator, "needs_state_keys", False) and not environment.names_states:
+        raise ConfigError(
+            f"algorithm.advantage={recipe.algorithm.advantage} compares turns by their state, and environment "
+            f"{environment.name} names none; choose turn_rtg, or give every StepResult a state_key and set names_states = True on the environment"
+        )
 
 
 def check_model(recipe: Recipe, environment: Environment, path: str) -> None:

@@ -90,6 +90,7 @@ class Gsm8k(Environment):
     """Solve a word problem and give its number, with or without a calculator."""
 
     name: ClassVar[str] = "gsm8k"
+    names_states: ClassVar[bool] = True
 
     def __init__(
         self,

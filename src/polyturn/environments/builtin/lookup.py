@@ -88,6 +88,7 @@ class Lookup(Environment):
     """Follow pointers between records until the value turns up."""
 
     name: ClassVar[str] = "lookup"
+    names_states: ClassVar[bool] = True
 
     def __init__(
         self,
