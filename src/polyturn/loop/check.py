@@ -65,7 +65,8 @@ def refuse_without_states(recipe: Recipe, environment: Environment, estimator: E
     if getattr(estimator, "needs_state_keys", False) and not environment.names_states:
         raise ConfigError(
             f"algorithm.advantage={recipe.algorithm.advantage} compares turns by their state, and environment "
-            f"{environment.name} names none; choose turn_rtg, or give every StepResult a state_key and set names_states = True on the environment"
+            f"{environment.name} names none; choose turn_rtg, or give every StepResult a state_key "
+            "and set names_states = True on the environment"
         )
 
 
