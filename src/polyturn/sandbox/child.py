@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import atexit
 import base64
-import builtins
 import json
-import linecache
 import os
 import site
 import socket
 import sys
 import threading
-import traceback
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from polyturn.sandbox import confine, folders, frames, kernel
+from polyturn.sandbox import candidate, confine, folders, frames, kernel, sources, tester
 from polyturn.sandbox.monitor import READY, Job
 
 MOST_PAYLOAD = 1 << 30
-SOURCE = "solution.py"
 
 Role = Callable[[dict[str, Any], socket.socket, "socket.socket | None"], None]
 """What a process is for, given its payload, the socket it came by, and the channel between program and tests."""
@@ -103,41 +98,22 @@ def _settle_in(folder: Path, files: dict[str, str]) -> None:
     sys.stderr = sys.__stderr__ = open(  # type: ignore[misc]
         2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
     )
-    sys.argv = [SOURCE]
+    sys.argv = [sources.SOURCE]
     sys.path.insert(0, str(work))
     site.setquit()
     site.sethelper()
-
-
-def run_source(source: str, name: str) -> types.ModuleType:
-    """Execute source as the module `name`. Raises whatever it raises."""
-    module = types.ModuleType(name)
-    module.__dict__.update(__file__=SOURCE, __builtins__=builtins)
-    sys.modules[name] = module
-    lines = source.splitlines(keepends=True)
-    linecache.cache[SOURCE] = (len(source), None, lines, SOURCE)
-    exec(compile(source, SOURCE, "exec", dont_inherit=True), module.__dict__)
-    return module
-
-
-def explain(error: BaseException) -> str:
-    """The traceback as the program's author knows it: from the first line of the source on."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename != SOURCE:
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace))
 
 
 def _program(payload: dict[str, Any], payload_socket: socket.socket, channel: socket.socket | None) -> None:
     """Run a whole program as `__main__`, and end as the interpreter would."""
     code = 1
     try:
-        run_source(payload["source"], "__main__")
+        sources.run(payload["source"], "__main__")
         code = 0
     except SystemExit as error:
         code = _exit_code(error)
     except BaseException as error:
-        sys.stderr.write(explain(error))
+        sys.stderr.write(sources.explain(error))
     _finish(code)
 
 
@@ -161,4 +137,4 @@ def _finish(code: int) -> NoReturn:
         os._exit(code)
 
 
-_ROLES: dict[str, Role] = {"program": _program}
+_ROLES: dict[str, Role] = {"program": _program, "candidate": candidate.serve, "tests": tester.serve}

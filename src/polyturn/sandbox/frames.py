@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 
@@ -32,6 +33,12 @@ def receive(stream: socket.socket, limit: int) -> bytes | None:
     if size > limit:
         raise FrameError(f"a message of {size} bytes, the limit is {limit}")
     return _receive_exactly(stream, size)
+
+
+async def send_async(stream: socket.socket, data: bytes) -> None:
+    """Send a message over a socket that does not block. That nobody is there to read it is for others to notice."""
+    with contextlib.suppress(ConnectionError):
+        await asyncio.get_running_loop().sock_sendall(stream, pack(data))
 
 
 async def receive_async(stream: socket.socket, limit: int) -> bytes | None:

@@ -131,8 +131,25 @@ class Pool:
         if scratch is not None:
             await in_thread(_remove, scratch)
 
-    async def run(self, role: str, limits: Limits, descriptors: list[socket.socket]) -> Report:
-        """Run one job to its end; `descriptors` are given to its process and closed here.
+    async def run_with(
+        self, role: str, payload: bytes, limits: Limits, channel: socket.socket | None = None, end: asyncio.Event | None = None
+    ) -> Report:
+        """`run` with a payload to send, and what `channel` there is besides. Raises SandboxError."""
+        here, there = socket.socketpair()
+        here.setblocking(False)
+        with here:
+            given = [there] if channel is None else [there, channel]
+            job = asyncio.ensure_future(self.run(role, limits, given, end))
+            try:
+                await frames.send_async(here, payload)
+                return await job
+            finally:
+                job.cancel()
+
+    async def run(
+        self, role: str, limits: Limits, descriptors: list[socket.socket], end: asyncio.Event | None = None
+    ) -> Report:
+        """Run one job to its end, or until `end` is set; `descriptors` are given to its process and closed here.
 
         Cancelled, it ends the job. Raises SandboxError when the supervisor, the monitor or the start failed.
         """
@@ -143,7 +160,11 @@ class Pool:
                 with _closing([there, *descriptors]):
                     await self._order({"role": role, "limits": asdict(limits), "id": next(self._numbers)}, [there, *descriptors])
                 async with deadline(limits.wall_s + GRACE_S, f"the report on a program with wall_s={limits.wall_s:g}"):
-                    return await self._report(here, limits)
+                    ending = asyncio.ensure_future(_end_when(end, here))
+                    try:
+                        return await self._report(here, limits)
+                    finally:
+                        ending.cancel()
         except OSError as error:
             raise SandboxError(f"the sandbox could not start a program: {error}; it will start anew for the next one") from error
 
@@ -192,6 +213,14 @@ class Pool:
         self._errors.seek(max(0, size - _MOST_WORDS))
         words = self._errors.read().decode(errors="replace").strip()
         return words.splitlines()[-1] if words else "it left no message"
+
+
+async def _end_when(end: asyncio.Event | None, report: socket.socket) -> None:
+    """Tell a monitor to end its program once `end` is set: it sees that nobody writes to it any more, and still reports."""
+    if end is not None:
+        await end.wait()
+        with contextlib.suppress(OSError):
+            report.shutdown(socket.SHUT_WR)
 
 
 def _remove(folder: str) -> None:

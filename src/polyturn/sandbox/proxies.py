@@ -1,0 +1,235 @@
+"""What stands in one process for an object of the other: a number, and operations that are asked of its owner.
+
+In the tests' process these are objects of a program that may lie about everything it is asked. So they answer for themselves
+only where the tests mean a class of the program's, that is, name it. Otherwise an object that pretends to be the list, string or
+number which the tests expect could be asked for the verdict (`f(x).startswith("ab")`, `abs(f(x) - 3.5) < 1e-6`).
+
+| the tests do this with an object of the program's | its class is named by the tests | it is not |
+| --- | --- | --- |
+| compare with a value of theirs | unequal; `<` raises | unequal; `<` raises |
+| compare with another such object | the class decides | equal if it is the same |
+| read data: attribute, `[ ]`, `len`, `iter`, `str`, `int`, `bool` ... | yes | yes |
+| `in` | its items are compared here | its items are compared here |
+| call a method, use an operator | yes | raises |
+| use an operator with a value of theirs | if an object comes of it, which is then no number | raises |
+
+In the program's process they stand for objects of the tests; there every operation is asked, and the tests' side refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Protocol
+
+MOST_ITEMS = 1_000_000
+"""That an iterator of the program may give, so that an endless one ends."""
+
+_ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
+_NUMERIC = "abs float int complex index round trunc floor ceil neg pos invert bool".split()
+_PLAIN = "len str repr getitem reversed".split()
+
+
+class Asks(Protocol):
+    """Who asks the other process."""
+
+    guards: bool
+    """Whether the other side may lie, as the program may to its tests."""
+
+    def ask(self, operation: str, target: int | str, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None) -> Any:
+        """The result of an operation on an object, or the exception it raised."""
+
+
+class Remote:
+    """An object of the other process. `named` says that the tests name its class."""
+
+    def __init__(self, peer: Asks, number: int, kind_name: str, named: bool = False) -> None:
+        set_here = object.__setattr__
+        set_here(self, "_peer", peer)
+        set_here(self, "_number", number)
+        set_here(self, "_kind_name", kind_name)
+        set_here(self, "_answers", named or not peer.guards)
+        set_here(self, "_mixed", False)
+
+    _peer: Asks
+    _number: int
+    _kind_name: str
+    _answers: bool
+    _mixed: bool
+
+
+class RemoteFunction(Remote):
+    """A function: it can be called, and nothing else."""
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._peer.ask("call", self._number, arguments, named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__name__", "__qualname__"):
+            return self._peer.ask("get", self._number, (name,))
+        raise AttributeError(f"{name} of a function of the program is out of the tests' reach")
+
+
+class RemoteClass(Remote):
+    """A class: it can be called, asked for its attributes, and stand on the right of isinstance."""
+
+    def mean_it(self) -> None:
+        """The tests name this class."""
+        object.__setattr__(self, "_answers", True)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._peer.ask("call", self._number, arguments, named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in ("__name__", "__qualname__"):
+            raise AttributeError(name)
+        value = self._peer.ask("get", self._number, (name,))
+        if isinstance(value, RemoteFunction | RemoteClass) and not self._answers:
+            raise AttributeError(_refusal(f"attribute {name}", self._kind_name))
+        return value
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, Remote) and self._peer.ask("op", self._number, ("hasinstance", instance)) is True
+
+    def __subclasscheck__(self, kind: object) -> bool:
+        return isinstance(kind, Remote) and self._peer.ask("op", self._number, ("hassubclass", kind)) is True
+
+
+class RemoteIterator(Remote):
+    """An iterator or generator, asked for one item at a time."""
+
+    def __init__(self, peer: Asks, number: int, kind_name: str, named: bool = False) -> None:
+        super().__init__(peer, number, kind_name, named)
+        self._left = MOST_ITEMS
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise OverflowError(f"an iterator of the program gave {MOST_ITEMS} items and had no end")
+        has_item, item = self._peer.ask("next", self._number)
+        if has_item is not True:
+            raise StopIteration
+        return item
+
+
+class RemoteObject(Remote):
+    """Any other object, by the rules of this module's table."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = self._peer.ask("get", self._number, (name,))
+        if isinstance(value, RemoteFunction | RemoteClass) and not self._answers:
+            raise AttributeError(_refusal(f"method {name}", self._kind_name))
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._peer.ask("set", self._number, (name, value))
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        self._insist("call")
+        return self._peer.ask("call", self._number, arguments, named)
+
+    def __iter__(self) -> Iterator[Any]:
+        found = self._op("iter")
+        if not isinstance(found, RemoteIterator):
+            raise TypeError(f"iter() of {self._kind_name} gave no iterator")
+        return found
+
+    def __contains__(self, item: object) -> bool:
+        if self._peer.guards:
+            return any(found is item or found == item for found in self)
+        return bool(self._op("contains", item))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if self._peer.guards and not (self._answers and isinstance(other, RemoteObject)):
+            return False
+        return self._op("eq", other) is True
+
+    def __hash__(self) -> int:
+        return int(self._op("hash")) if self._answers else hash(self._number)
+
+    def _op(self, name: str, *arguments: Any) -> Any:
+        return self._peer.ask("op", self._number, (name, *arguments))
+
+    def _insist(self, what: str) -> None:
+        if not self._answers:
+            raise TypeError(_refusal(what, self._kind_name))
+
+
+def _refusal(what: str, kind_name: str) -> str:
+    return f"{what}: the tests don't name class {kind_name} of the program, so it can't be asked"
+
+
+def _unary(name: str, *, numeric: bool) -> Callable[..., Any]:
+    def method(self: RemoteObject, *arguments: Any) -> Any:
+        if numeric and self._mixed:
+            raise TypeError(f"{name} of {self._kind_name} mixed with a value of the tests would let the program decide a test")
+        return self._op(name, *arguments)
+
+    return method
+
+
+def _binary(name: str) -> Callable[..., Any]:
+    def method(self: RemoteObject, other: Any) -> Any:
+        self._insist(f"operator {name}")
+        mixed = self._peer.guards and (self._mixed or not isinstance(other, RemoteObject) or other._mixed)
+        result = self._op(name, other)
+        if mixed and isinstance(result, RemoteObject):
+            object.__setattr__(result, "_mixed", True)
+        elif mixed:
+            raise TypeError(f"operator {name} of {self._kind_name} and a value of the tests gave no object of the program")
+        return result
+
+    return method
+
+
+def _ordering(name: str) -> Callable[..., Any]:
+    def method(self: RemoteObject, other: Any) -> Any:
+        if self._peer.guards and (not isinstance(other, RemoteObject) or not self._answers or self._mixed or other._mixed):
+            return NotImplemented
+        return self._op(name, other) is True
+
+    return method
+
+
+def _changing(name: str) -> Callable[..., Any]:
+    def method(self: RemoteObject, *arguments: Any) -> Any:
+        self._insist(name)
+        return self._op(name, *arguments)
+
+    return method
+
+
+for _name in _ARITHMETIC:
+    setattr(RemoteObject, f"__{_name}__", _binary(_name))
+    setattr(RemoteObject, f"__r{_name}__", _binary(f"r{_name}"))
+for _name in _NUMERIC:
+    setattr(RemoteObject, f"__{_name}__", _unary(_name, numeric=True))
+for _name in _PLAIN:
+    setattr(RemoteObject, f"__{_name}__", _unary(_name, numeric=False))
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(RemoteObject, f"__{_name}__", _ordering(_name))
+for _name in ("setitem", "delitem", "enter"):
+    setattr(RemoteObject, f"__{_name}__", _changing(_name))
+
+
+def _exit(self: RemoteObject, kind: object, error: BaseException | None, trace: object) -> bool:
+    self._insist("exit")
+    return self._op("exit", error is not None) is True
+
+
+RemoteObject.__exit__ = _exit  # type: ignore[attr-defined]
+
+
+def awaitable(peer: Asks, number: int) -> Coroutine[Any, Any, Any]:
+    """A coroutine of this process that has the other one run its coroutine to the end."""
+
+    async def wait() -> Any:
+        return peer.ask("await", number)
+
+    return wait()
