@@ -1,8 +1,8 @@
-"""The contract of a sandbox: a program and its limits in, a result or a verdict out.
+r"""The contract of a sandbox: a program and its limits in, a result or a verdict out.
 
     sandbox = LocalSandbox()
     await sandbox.start()
-    result = await sandbox.run(Program(source="print(6 * 7)"))               # result.stdout == "42\\n"
+    result = await sandbox.run(Program(source="print(6 * 7)"))               # result.stdout == "42\n"
     verdict = await sandbox.run_tests(
         Program(source="def add(a, b): return a + b"), Tests(cases=("assert add(2, 3) == 5",))
     )                                                                       # verdict.passed == verdict.total == 1
@@ -13,6 +13,7 @@ tell its own fault from the program's.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -56,9 +57,13 @@ class Limits:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             if not getattr(self, name) > 0:
-                raise ConfigError(f"sandbox limit {name}={getattr(self, name)} must be more than 0; leave it out for the default")
+                raise ConfigError(
+                    f"sandbox limit {name}={getattr(self, name)} must be more than 0; leave it out for the default"
+                )
         if self.memory_bytes < 16 * MIB:
-            raise ConfigError(f"sandbox limit memory_bytes={self.memory_bytes} is less than Python needs; set at least {16 * MIB}")
+            raise ConfigError(
+                f"sandbox limit memory_bytes={self.memory_bytes} is less than Python needs; set at least {16 * MIB}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +120,12 @@ class Tests:
 
     Code cases share one namespace in a process of their own, where `setup` ran once: what it defines is theirs, and other names
     come from the program. Cases must stand alone, since after a case that ends the program the rest goes on in a fresh one.
-    `entry_points` are the names to take from the program; None takes every name that the tests use, don't bind and that is
-    not a builtin, so name an entry point that is called like a builtin. `module` is the name it can be imported by.
+    `entry_points` are the names to take from the program. None takes every name that the tests use, don't bind, and that is
+    neither a builtin nor a module of the standard library: say them where they are known, since then a helper that the tests
+    forgot to define is an error and not the program's choice. `module` is the name that tests can import the program by.
+
+    Raises:
+        DataError: a `module` that is no name or another module's, a `case_s` that is not positive.
 
     >>> Tests(setup="import math", cases=("assert math.isclose(area(1), math.pi)",)).total
     1
@@ -130,6 +139,12 @@ class Tests:
     """Wall clock of one case; None leaves all cases the `wall_s` of the limits together."""
 
     __test__ = False  # not a test class, whatever pytest thinks of its name
+
+    def __post_init__(self) -> None:
+        if not self.module.isidentifier() or self.module in sys.stdlib_module_names:
+            raise DataError(f"tests can't import the program as {self.module!r}; use a name that no other module has")
+        if self.case_s is not None and not self.case_s > 0:
+            raise DataError(f"case_s={self.case_s} must be more than 0; leave it out to give all cases one time")
 
     @property
     def total(self) -> int:

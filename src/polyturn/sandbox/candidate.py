@@ -6,10 +6,10 @@ data only.
 
 from __future__ import annotations
 
-import asyncio
 import builtins
 import contextlib
 import functools
+import importlib
 import os
 import socket
 import sys
@@ -28,7 +28,25 @@ FUNCTIONS = (
     type(functools.lru_cache(int)),
 )
 PLAIN_TYPES = frozenset(
-    [bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, slice, object, type, type(None)]
+    [
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        bytearray,
+        list,
+        tuple,
+        dict,
+        set,
+        frozenset,
+        range,
+        slice,
+        object,
+        type,
+        type(None),
+    ]
 )
 
 
@@ -80,7 +98,7 @@ class CandidateGate:
         if operation == "next":
             return next_of(target)
         if operation == "await":
-            return asyncio.run(target)
+            return importlib.import_module("asyncio").run(target)  # not at the top: it is big, and few programs need it
         return OPERATIONS[arguments[0]](target, *arguments[1:])
 
     def explain(self, error: BaseException) -> str:

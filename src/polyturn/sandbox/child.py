@@ -77,8 +77,6 @@ def _open_stdin(text: str) -> None:
     os.close(memory)
 
 
-
-
 def _settle_in(folder: Path, files: dict[str, str]) -> None:
     """Make the folders, write the files, and leave no trace of the parent's environment."""
     for name in folders.SUBFOLDERS:
@@ -93,9 +91,9 @@ def _settle_in(folder: Path, files: dict[str, str]) -> None:
     os.environ.update(
         PATH="/usr/bin:/bin", HOME=str(work), TMPDIR=str(folder / "tmp"), LANG="C.UTF-8", PYTHONHASHSEED="0", PYTHONUTF8="1"
     )
-    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # type: ignore[misc]
-    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = open(  # type: ignore[misc]
+    sys.stdin = sys.__stdin__ = os.fdopen(0, encoding="utf-8", closefd=False)  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", encoding="utf-8", buffering=1, closefd=False)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = os.fdopen(  # type: ignore[misc]
         2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
     )
     sys.argv = [sources.SOURCE]

@@ -1,4 +1,4 @@
-"""Landlock: a process gives up all files but those named, and, where the kernel can, TCP, abstract sockets and signals outwards.
+"""Landlock: a process gives up all files but those named, and, where the kernel can, TCP, abstract sockets and outward signals.
 
 A second line behind a private root, and the first where there is none. It needs no privilege and can't be undone.
 """
@@ -66,4 +66,3 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
         kernel.syscall("landlock_add_rule", _ADD_RULE, ruleset, _RULE_PATH_BENEATH, rule, 0)
     finally:
         os.close(found)
-

@@ -1,4 +1,4 @@
-"""Which lines of defence hold here: a program of our own tries what programs must not be able to do, and says how far it got."""
+"""Which lines of defence hold here: a program of our own tries what programs must not be able to do, and tells how it went."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ for name, attempt in {"socket": lambda: socket.socket() and None, "reach": reach
     gets(name, attempt)
 found["write"], found["read"] = write(), read()
 libc = ctypes.CDLL(None)
-found |= {"pid": os.getpid(), "uid": os.getuid(), "no_new_privs": libc.prctl(39, 0, 0, 0, 0), "seccomp": libc.prctl(21, 0, 0, 0, 0)}
+found |= {"no_new_privs": libc.prctl(39, 0, 0, 0, 0), "seccomp": libc.prctl(21, 0, 0, 0, 0)}
+found |= {"pid": os.getpid(), "uid": os.getuid()}
 print(json.dumps(found))
 """
 
@@ -94,8 +95,8 @@ def insist(lines: tuple[Line, ...], *, unsafe: bool) -> None:
     missing = [f"{line.name} ({line.how})" for line in lines if line.needed and not line.held]
     if missing and not unsafe:
         raise IsolationError(
-            f"model-written code can't be kept apart on this machine: {'; '.join(missing)}; run as root, allow user namespaces or "
-            "use a kernel with Landlock, run the programs elsewhere (the http sandbox), or accept it with unsafe=true"
+            f"model-written code can't be kept apart on this machine: {'; '.join(missing)}; run as root, allow user "
+            "namespaces, use a kernel with Landlock, run the programs elsewhere (the http sandbox), or accept it with unsafe=true"
         )
 
 

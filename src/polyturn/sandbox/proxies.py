@@ -1,8 +1,8 @@
 """What stands in one process for an object of the other: a number, and operations that are asked of its owner.
 
 In the tests' process these are objects of a program that may lie about everything it is asked. So they answer for themselves
-only where the tests mean a class of the program's, that is, name it. Otherwise an object that pretends to be the list, string or
-number which the tests expect could be asked for the verdict (`f(x).startswith("ab")`, `abs(f(x) - 3.5) < 1e-6`).
+only where the tests mean a class of the program's, that is, name it. Otherwise an object that poses as the list, string or
+number that the tests expect could be asked for the verdict (`f(x).startswith("ab")`, `abs(f(x) - 3.5) < 1e-6`).
 
 | the tests do this with an object of the program's | its class is named by the tests | it is not |
 | --- | --- | --- |
@@ -35,7 +35,9 @@ class Asks(Protocol):
     guards: bool
     """Whether the other side may lie, as the program may to its tests."""
 
-    def ask(self, operation: str, target: int | str, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None) -> Any:
+    def ask(
+        self, operation: str, target: int | str, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
         """The result of an operation on an object, or the exception it raised."""
 
 
@@ -57,10 +59,16 @@ class Remote:
     _mixed: bool
 
 
+def runs_code(value: object) -> bool:
+    """Whether calling a value would let whoever chose it decide what comes out: `bool` is as good as a function there."""
+    return isinstance(value, RemoteFunction | RemoteClass | type)
+
+
 class RemoteFunction(Remote):
     """A function: it can be called, and nothing else."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Call it in the other process."""
         return self._peer.ask("call", self._number, arguments, named)
 
     def __getattr__(self, name: str) -> Any:
@@ -77,13 +85,14 @@ class RemoteClass(Remote):
         object.__setattr__(self, "_answers", True)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Call it in the other process."""
         return self._peer.ask("call", self._number, arguments, named)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__name__", "__qualname__"):
             raise AttributeError(name)
         value = self._peer.ask("get", self._number, (name,))
-        if isinstance(value, RemoteFunction | RemoteClass) and not self._answers:
+        if runs_code(value) and not self._answers:
             raise AttributeError(_refusal(f"attribute {name}", self._kind_name))
         return value
 
@@ -121,7 +130,7 @@ class RemoteObject(Remote):
         if name.startswith("__"):
             raise AttributeError(name)
         value = self._peer.ask("get", self._number, (name,))
-        if isinstance(value, RemoteFunction | RemoteClass) and not self._answers:
+        if runs_code(value) and not self._answers:
             raise AttributeError(_refusal(f"method {name}", self._kind_name))
         return value
 
@@ -129,6 +138,7 @@ class RemoteObject(Remote):
         self._peer.ask("set", self._number, (name, value))
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Call it in the other process."""
         self._insist("call")
         return self._peer.ask("call", self._number, arguments, named)
 

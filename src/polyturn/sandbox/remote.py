@@ -1,9 +1,9 @@
 """Two processes that call each other's functions over a socket: the tests' side, which trusts nothing, and the program's.
 
-    request   ["?", operation, target, arguments]       target: a handle of the receiver, or a name
-    answer    ["=", changes, value]                     changes: [number, content] of argument containers that look different now
-              ["!", changes, classes, name, arguments, text]     it raised; `name` is the builtin exception that it is or extends
-              ["#", sentence]                           it can't be said in data
+    request   ["?", operation, target, arguments]     target: a handle of the receiver, or a name
+    answer    ["=", changes, value]                   changes: [number, content] of argument containers that are not as before
+              ["!", changes, classes, name, arguments, text]    it raised; `name` is the builtin exception it is or extends
+              ["#", sentence]                         it can't be said in data
 
 While one side waits for an answer it serves requests of the other, which is how a function of the tests is called back.
 """
@@ -32,7 +32,7 @@ _KINDS: dict[str, type[Remote]] = {
 
 
 class CaseOver(BaseException):
-    """This test case can't be judged any more, whatever the tests catch. `gone` when nor can any other."""
+    """A test case can't be judged any more, whatever the tests catch. `gone` when nor can any other."""
 
     def __init__(self, reason: str, *, gone: bool = False) -> None:
         super().__init__(reason)
@@ -81,7 +81,9 @@ class Peer:
         self.over: CaseOver | None = None
         """Set once this side has given up, so that code which swallows the exception changes nothing."""
 
-    def ask(self, operation: str, target: int | str, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None) -> Any:
+    def ask(
+        self, operation: str, target: int | str, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
         """Have the other side do something. Raises what it raised there, CaseOver when it can't be judged any more."""
         if self.over is not None:
             raise self.over
@@ -197,7 +199,9 @@ class Peer:
         try:
             data = wire.dumps(self._answer(message))
         except Exception as error:  # whatever can't be said: nothing of it was sent, and the numbers of its scope die with it
-            data = wire.dumps(["#", str(error)[:1000] if isinstance(error, WireError) else f"{type(error).__name__}: {error}"[:1000]])
+            data = wire.dumps(
+                ["#", str(error)[:1000] if isinstance(error, WireError) else f"{type(error).__name__}: {error}"[:1000]]
+            )
         finally:
             self._depth -= 1
         self._send_bytes(data)
@@ -315,16 +319,24 @@ def _same(before: list[Any], after: list[Any]) -> bool:
 
 
 _BINARY = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift lt le gt ge eq contains getitem".split()
+
+
+def _reflected(operation: Callable[[Any, Any], object]) -> Callable[[Any, Any], object]:
+    return lambda value, other: operation(other, value)
+
+
 OPERATIONS: dict[str, Callable[..., object]] = {
     **{name.rstrip("_"): getattr(operator, name) for name in _BINARY},
-    **{f"r{name.rstrip('_')}": (lambda a, b, do=getattr(operator, name): do(b, a)) for name in _BINARY[:13]},
+    **{f"r{name.rstrip('_')}": _reflected(getattr(operator, name)) for name in _BINARY[:13]},
     **{name: getattr(operator, name) for name in ("neg", "pos", "invert", "index", "setitem", "delitem")},
     **{kind.__name__: kind for kind in (abs, float, int, complex, round, bool, len, str, repr, reversed, iter, hash)},
     "trunc": lambda value: value.__trunc__(),
     "floor": lambda value: value.__floor__(),
     "ceil": lambda value: value.__ceil__(),
     "enter": lambda value: type(value).__enter__(value),
-    "exit": lambda value, failed: bool(type(value).__exit__(value, *([Exception, Exception(), None] if failed else [None] * 3))),
+    "exit": lambda value, failed: bool(
+        type(value).__exit__(value, *([Exception, Exception(), None] if failed else [None] * 3))
+    ),
     "hasinstance": lambda kind, value: isinstance(value, kind),
     "hassubclass": lambda kind, value: issubclass(value, kind),
 }

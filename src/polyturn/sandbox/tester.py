@@ -1,6 +1,6 @@
 """The tests' side: runs the cases in a process that the program has no way into, and says how each went.
 
-The program is reached through `remote` only, and what comes back is data, or a proxy that answers by the rules of `proxies`. The
+The program is reached through `remote` only; what comes back is data, or a proxy that answers by the rules of `proxies`. The
 verdict goes to the driver over a socket that the program never had, and carries a number that only driver and tests know.
 """
 
@@ -75,7 +75,10 @@ class TesterGate:
                 return OPERATIONS[arguments[0]](target, *arguments[1:])
             if str(arguments[0]).startswith("_"):
                 raise AttributeError(f"{arguments[0]} is out of the program's reach")
-            return getattr(target, *arguments) if operation == "get" else setattr(target, *arguments)
+            if operation == "get":
+                return getattr(target, *arguments)
+            setattr(target, *arguments)
+            return None
         if operation == "get" and arguments in (("__name__",), ("__qualname__",)) and kind is not None:
             return getattr(target, *arguments)
         raise TypeError(f"a program may not {operation} a {type(target).__name__} of its tests")
@@ -86,20 +89,32 @@ class TesterGate:
 
 
 class Namespace(dict[str, Any]):
-    """The tests' globals. A name that they use and don't bind comes from the program, each time if it is data."""
+    """The tests' globals. A name that they use and don't bind comes from the program, each time if it is data.
 
-    def __init__(self, peer: Peer, entry_points: frozenset[str]) -> None:
+    Unless an entry point is called so, the name of a module of the standard library is that module, imported here: tests that
+    forgot to import `math` must not get the program's `math.isclose`.
+    """
+
+    def __init__(self, peer: Peer, source: str, entry_points: list[str] | None) -> None:
         super().__init__(__name__=TESTS, __builtins__=builtins, eval=_no_evaluation, exec=_no_evaluation)
         self._peer = peer
-        self._entry_points = entry_points
+        used = names_to_take(source)
+        self._entry_points = frozenset(entry_points) if entry_points is not None else used - sys.stdlib_module_names
+        self._own_modules = (used & sys.stdlib_module_names) - self._entry_points
+
+    def fetch_all(self) -> None:
+        """Look all names up once, so that the program's classes among them are known before the first case."""
+        for name in sorted(self._entry_points):
+            with contextlib.suppress(LookupError):
+                self[name]
 
     def __missing__(self, name: str) -> Any:
-        if name not in self._entry_points:
-            raise KeyError(name)
-        try:
+        if name in self._own_modules:
+            value: Any = importlib.import_module(name)
+        elif name in self._entry_points:
             value = self._peer.fetch(name)
-        except LookupError:
-            value = _own_module(name)
+        else:
+            raise KeyError(name)
         if isinstance(value, Remote | type | types.ModuleType):
             self[name] = value
         return value
@@ -124,14 +139,10 @@ def serve(payload: dict[str, Any], verdicts: socket.socket, channel: socket.sock
     if greeting[0] != "loaded":
         say(end="not loaded" if greeting[0] == "failed" else "left at start", detail=str(greeting[-1])[-_MOST_DETAIL:])
         os._exit(0)
-    names = payload["entry_points"]
-    entry_points = frozenset(names) if names is not None else names_to_take("\n".join([setup, *cases]))
-    namespace = Namespace(peer, entry_points)
-    _offer_module(payload["module"], namespace)
+    namespace = Namespace(peer, "\n".join([setup, *cases]), payload["entry_points"])
+    _offer_module(payload["module"], peer)
     try:
-        for name in sorted(entry_points):
-            with contextlib.suppress(LookupError):
-                namespace[name]
+        namespace.fetch_all()
         _execute(setup, "<setup>", namespace)
     except BaseException as error:
         say(end="gone" if isinstance(error, CaseOver) else "setup", detail=_detail(error))
@@ -185,20 +196,15 @@ def _execute(source: str, name: str, namespace: Namespace) -> None:
     exec(compile(source, name, "exec", dont_inherit=True), namespace)
 
 
-def _own_module(name: str) -> types.ModuleType:
-    """A module that the tests use and only the program imported, if it belongs to the standard library."""
-    if name in sys.stdlib_module_names:
-        return importlib.import_module(name)
-    raise KeyError(name)
-
-
-def _offer_module(name: str, namespace: Namespace) -> None:
-    """Let tests import the program as a module."""
+def _offer_module(name: str, peer: Peer) -> None:
+    """Let tests import the program as a module, name by name: with `*` it would choose the names itself, `abs` for one."""
     module = types.ModuleType(name)
 
     def lookup(wanted: str) -> Any:
         try:
-            return namespace._peer.fetch(wanted)
+            if wanted.startswith("__"):
+                raise LookupError(wanted)
+            return peer.fetch(wanted)
         except LookupError:
             raise AttributeError(f"the program has no {wanted}") from None
 

@@ -14,8 +14,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from polyturn.errors import SandboxError
-from polyturn.sandbox import frames, results
+from polyturn.sandbox import async_frames, frames, results
 from polyturn.sandbox.base import MIB, CaseOutcome, CaseStatus, Limits, OutputCase, Program, Tests, TestsResult
 from polyturn.sandbox.pool import Pool, Report
 
@@ -47,7 +46,9 @@ async def judge(pool: Pool, program: Program, tests: Tests, limits: Limits) -> T
     while len(outcomes) < tests.total:
         left = limits.wall_s - (time.monotonic() - began) if outcomes else limits.wall_s
         if left <= 0:
-            outcomes += [CaseOutcome(status="not_run", detail="the time of all cases was used up")] * (tests.total - len(outcomes))
+            outcomes += [CaseOutcome(status="not_run", detail="the time of all cases was used up")] * (
+                tests.total - len(outcomes)
+            )
             break
         now = replace(limits, wall_s=left)
         case = tests.cases[len(outcomes)]
@@ -155,10 +156,10 @@ async def _run_tests(pool: Pool, order: dict[str, Any], limits: Limits, channel:
 
 async def _listen(stream: socket.socket, order: dict[str, Any], verdict: _Verdict) -> None:
     """Send the tests, then take their verdict as it comes."""
-    await frames.send_async(stream, json.dumps(order).encode())
+    await async_frames.send(stream, json.dumps(order).encode())
     while verdict.end is None:
         try:
-            data = await frames.receive_async(stream, _MOST_VERDICT)
+            data = await async_frames.receive(stream, _MOST_VERDICT)
         except frames.FrameError:
             return
         if data is None:

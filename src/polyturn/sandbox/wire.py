@@ -22,6 +22,8 @@ from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeAlias
 
+from polyturn.sandbox.proxies import runs_code
+
 Tree: TypeAlias = Any
 """What JSON can hold."""
 
@@ -88,7 +90,7 @@ def encode(value: object, scope: Scope, handles: Handles, depth: int = 0) -> Tre
     if value is None or kind is bool or kind is str or kind is float:
         return value
     if kind is int:
-        return value if -_PLAIN_INT < value < _PLAIN_INT else ["I", hex(value)]  # type: ignore[operator]
+        return value if -_PLAIN_INT < value < _PLAIN_INT else ["I", hex(value)]  # type: ignore[operator,arg-type]
     if depth > MOST_DEPTH:
         raise WireError(f"a value nests deeper than {MOST_DEPTH} levels")
     if isinstance(value, _CONTAINERS):
@@ -204,7 +206,15 @@ def _encode_library(value: Any, inner: Callable[[Any], Tree]) -> Tree:
     if kind is re.Pattern and isinstance(value.pattern, str):
         return ["P", value.pattern, value.flags]
     if kind is re.Match and isinstance(value.string, str):
-        return ["M", value.re.pattern, value.re.flags, value.string, value.pos, value.endpos, *(b for pair in value.regs for b in pair)]
+        return [
+            "M",
+            value.re.pattern,
+            value.re.flags,
+            value.string,
+            value.pos,
+            value.endpos,
+            *(b for pair in value.regs for b in pair),
+        ]
     return _NOT_DATA
 
 
@@ -243,7 +253,9 @@ def _pairs(parts: list[Any]) -> list[tuple[Any, Any]]:
 
 def _named_tuple(name: str, num_fields: int, *parts: Any) -> Any:
     fields, values = parts[:num_fields], parts[num_fields:]
-    return namedtuple(name, fields)(*values)  # type: ignore[misc]
+    if any(map(runs_code, values)):  # the sender names the fields, and `f(x).startswith("a")` must not call what it chose
+        raise WireError("a named tuple with a function in it can't be carried")
+    return namedtuple(name, fields)(*values)
 
 
 def _date(kind: str, *parts: Any) -> Any:
@@ -263,7 +275,7 @@ def _match(pattern: str, flags: int, string: str, pos: int, endpos: int, *bounds
     compiled = re.compile(pattern, flags)
     for attempt in (compiled.search, compiled.match, compiled.fullmatch):
         found = attempt(string, pos, endpos)
-        if found and [bound for pair in found.regs for bound in pair] == list(bounds):  # type: ignore[attr-defined]
+        if found and [bound for pair in found.regs for bound in pair] == list(bounds):
             return found
     raise WireError(f"no match of {pattern!r} is as said")
 
