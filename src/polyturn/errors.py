@@ -58,7 +58,7 @@ class ModelError(UserError):
 
 
 class IsolationError(UserError):
-    """This machine can't keep model-written code apart, and the recipe does not say `unsafe: true`."""
+    """The machine can't keep model-written code apart, and the recipe does not say `unsafe: true`."""
 
 
 class MissingDependencyError(UserError):

@@ -96,7 +96,7 @@ def insist(lines: tuple[Line, ...], *, unsafe: bool) -> None:
     if missing and not unsafe:
         raise IsolationError(
             f"model-written code can't be kept apart on this machine: {'; '.join(missing)}; run as root, allow user "
-            "namespaces, use a kernel with Landlock, run the programs elsewhere (the http sandbox), or accept it with unsafe=true"
+            "namespaces, use a kernel with Landlock, run programs elsewhere (the http sandbox), or accept it with unsafe=true"
         )
 
 

@@ -34,7 +34,13 @@ _REFUSED = """
     quotactl_fd syslog settimeofday clock_settime clock_adjtime adjtimex sethostname setdomainname lookup_dcookie
     name_to_handle_at open_by_handle_at fanotify_init personality modify_ldt vhangup
 """.split()
-_TO_OTHERS = "tkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_send_signal pidfd_open".split()
+_TO_OTHERS = """
+    tkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_send_signal pidfd_open
+    setpriority sched_setaffinity sched_setscheduler sched_setparam sched_setattr ioprio_set inotify_add_watch
+    chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat
+    setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr setxattrat removexattrat file_setattr
+""".split()
+"""What reaches processes and files of the same user, past Landlock; refused where a program has no namespaces."""
 
 _X86_64 = """
     socket 41 socketpair 53 connect 42 bind 49 listen 50 accept 43 accept4 288 ptrace 101 process_vm_readv 310
@@ -50,6 +56,10 @@ _X86_64 = """
     set_mempolicy 238 move_pages 279 migrate_pages 256 process_madvise 440 process_mrelease 448 clone 56 clone3 435
     fork 57 vfork 58 prctl 157 kill 62 tkill 200 tgkill 234 rt_sigqueueinfo 129 rt_tgsigqueueinfo 297 pidfd_send_signal 424
     pidfd_open 434
+    setpriority 141 sched_setaffinity 203 sched_setscheduler 144 sched_setparam 142 sched_setattr 314 ioprio_set 251
+    inotify_add_watch 254 chmod 90 fchmod 91 fchmodat 268 fchmodat2 452 chown 92 fchown 93 lchown 94 fchownat 260
+    utime 132 utimes 235 futimesat 261 utimensat 280 setxattr 188 lsetxattr 189 fsetxattr 190 removexattr 197
+    lremovexattr 198 fremovexattr 199 setxattrat 463 removexattrat 466 file_setattr 469
 """
 _GENERIC = """
     socket 198 socketpair 199 connect 203 bind 200 listen 201 accept 202 accept4 242 ptrace 117 process_vm_readv 270
@@ -64,6 +74,9 @@ _GENERIC = """
     mq_unlink 181 fanotify_init 262 personality 92 vhangup 58 prlimit64 261 vmsplice 75 mbind 235 set_mempolicy 237
     move_pages 239 migrate_pages 238 process_madvise 440 process_mrelease 448 clone 220 clone3 435 prctl 167 kill 129 tkill 130
     tgkill 131 rt_sigqueueinfo 138 rt_tgsigqueueinfo 240 pidfd_send_signal 424 pidfd_open 434
+    setpriority 140 sched_setaffinity 122 sched_setscheduler 119 sched_setparam 118 sched_setattr 274 ioprio_set 30
+    inotify_add_watch 27 fchmod 52 fchmodat 53 fchmodat2 452 fchown 55 fchownat 54 utimensat 88 setxattr 5 lsetxattr 6
+    fsetxattr 7 removexattr 14 lremovexattr 15 fremovexattr 16 setxattrat 463 removexattrat 466 file_setattr 469
 """
 _MACHINES = {"x86_64": (0xC000003E, _X86_64), "aarch64": (0xC00000B7, _GENERIC), "riscv64": (0xC00000F3, _GENERIC)}
 
@@ -76,8 +89,9 @@ def available() -> bool:
 def build(*, new_processes: bool, signals_to: int | None = None) -> bytes:
     """The filter, for `install`.
 
-    Without `new_processes` threads are all that can be started. With `signals_to`, signals reach only that process, and it
-    can't call off the signal that ends it with its parent.
+    Without `new_processes` threads are all that can be started. With `signals_to`, for a program without namespaces, signals
+    reach only that process, it can't call off the signal that ends it with its parent, and whatever else Landlock lets pass to
+    processes and files of the same user (priority, permissions, owners, times) is refused.
 
     Raises OSError (ENOSYS) on a machine whose system calls are not known here.
     """
