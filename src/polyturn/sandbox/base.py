@@ -121,8 +121,8 @@ class Tests:
     Code cases share one namespace in a process of their own, where `setup` ran once: what it defines is theirs, and other names
     come from the program. Cases must stand alone, since after a case that ends the program the rest goes on in a fresh one.
     `entry_points` are the names to take from the program. None takes every name that the tests use, don't bind, and that is
-    neither a builtin nor a module of the standard library: say them where they are known, since then a helper that the tests
-    forgot to define is an error and not the program's choice. `module` is the name that tests can import the program by.
+    neither a builtin nor used as a module of the standard library: say them where they are known, since then a helper that the
+    tests forgot to define is an error and not the program's choice. `module` is the name to import the program by.
 
     Raises:
         DataError: a `module` that is no name or another module's, a `case_s` that is not positive.

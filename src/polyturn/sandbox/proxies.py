@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
-MOST_ITEMS = 1_000_000
+MOST_ITEMS = 200_000
 """That an iterator of the program may give, so that an endless one ends."""
 
 _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()

@@ -91,16 +91,16 @@ class TesterGate:
 class Namespace(dict[str, Any]):
     """The tests' globals. A name that they use and don't bind comes from the program, each time if it is data.
 
-    Unless an entry point is called so, the name of a module of the standard library is that module, imported here: tests that
-    forgot to import `math` must not get the program's `math.isclose`.
+    Unless an entry point is called so, a module of the standard library is that module, imported here: tests that forgot to
+    import `math` must not get the program's `math.isclose`.
     """
 
     def __init__(self, peer: Peer, source: str, entry_points: list[str] | None) -> None:
         super().__init__(__name__=TESTS, __builtins__=builtins, eval=_no_evaluation, exec=_no_evaluation)
         self._peer = peer
-        used = names_to_take(source)
-        self._entry_points = frozenset(entry_points) if entry_points is not None else used - sys.stdlib_module_names
-        self._own_modules = (used & sys.stdlib_module_names) - self._entry_points
+        used, modules = names_to_take(source)
+        self._entry_points = frozenset(entry_points) if entry_points is not None else used - modules
+        self._own_modules = modules - self._entry_points
 
     def fetch_all(self) -> None:
         """Look all names up once, so that the program's classes among them are known before the first case."""
@@ -175,20 +175,25 @@ def run_case(peer: Peer, source: str, name: str, namespace: Namespace, case_s: f
     return "passed", ""
 
 
-def names_to_take(source: str) -> frozenset[str]:
-    """The names that code uses, that it doesn't bind and that are not builtin. Empty for code that is no Python."""
+def names_to_take(source: str) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that code uses, doesn't bind and that are not builtin; and which of them it uses as modules (`math.pi`).
+
+    Both are empty for code that is no Python.
+    """
     try:
         nodes = list(ast.walk(ast.parse(source)))
     except SyntaxError:
-        return frozenset()
+        return frozenset(), frozenset()
     used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     bound = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    dotted = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
     for node in nodes:
         if isinstance(node, ast.alias):
             bound.add((node.asname or node.name).partition(".")[0])
         elif isinstance(node, ast.arg):
             bound.add(node.arg)
-    return frozenset(used - bound - set(dir(builtins)))
+    names = used - bound - set(dir(builtins))
+    return frozenset(names), frozenset(names & dotted & sys.stdlib_module_names)
 
 
 def _execute(source: str, name: str, namespace: Namespace) -> None:
