@@ -492,7 +492,7 @@ TOO_MUCH = [
     Forger("a giant number", "def add(a, b):\n    return 1 << (1 << 24)"),
     Forger(
         "an answer that is slow to compare",
-        "def add(a, b):\n    return {i * ((1 << 61) - 1): 0 for i in range(3000)}",
+        "def add(a, b):\n    return {i * ((1 << 61) - 1): 0 for i in range(1500)}",
     ),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import signal
 
 from polyturn.errors import DataError
 from polyturn.sandbox.base import ExitReason, Limits, Program, RunResult
@@ -50,7 +51,8 @@ def _reason(report: Report, code: int | None, number: int | None, stderr: str, l
     if report.why in reasons:
         return reasons[report.why]
     if number is not None:
-        return "timeout" if report.cpu_s >= limits.cpu_s else "killed"
+        used_up = number == signal.SIGXCPU or (number == signal.SIGKILL and report.cpu_s >= limits.cpu_s)
+        return "timeout" if used_up else "killed"
     if code == 0:
         return "ok"
     last = stderr.rstrip().rpartition("\n")[2]

@@ -95,10 +95,10 @@ class Namespace(dict[str, Any]):
     import `math` must not get the program's `math.isclose`.
     """
 
-    def __init__(self, peer: Peer, source: str, entry_points: list[str] | None) -> None:
+    def __init__(self, peer: Peer, sources: list[str], entry_points: list[str] | None) -> None:
         super().__init__(__name__=TESTS, __builtins__=builtins, eval=_no_evaluation, exec=_no_evaluation)
         self._peer = peer
-        used, modules = names_to_take(source)
+        used, modules = names_to_take(sources)
         self._entry_points = frozenset(entry_points) if entry_points is not None else used - modules
         self._own_modules = modules - self._entry_points
 
@@ -139,7 +139,7 @@ def serve(payload: dict[str, Any], verdicts: socket.socket, channel: socket.sock
     if greeting[0] != "loaded":
         say(end="not loaded" if greeting[0] == "failed" else "left at start", detail=str(greeting[-1])[-_MOST_DETAIL:])
         os._exit(0)
-    namespace = Namespace(peer, "\n".join([setup, *cases]), payload["entry_points"])
+    namespace = Namespace(peer, [setup, *cases], payload["entry_points"])
     _offer_module(payload["module"], peer)
     try:
         namespace.fetch_all()
@@ -175,15 +175,15 @@ def run_case(peer: Peer, source: str, name: str, namespace: Namespace, case_s: f
     return "passed", ""
 
 
-def names_to_take(source: str) -> tuple[frozenset[str], frozenset[str]]:
+def names_to_take(sources: list[str]) -> tuple[frozenset[str], frozenset[str]]:
     """The names that code uses, doesn't bind and that are not builtin; and which of them it uses as modules (`math.pi`).
 
-    Both are empty for code that is no Python.
+    What is no Python has no names: it will fail by itself.
     """
-    try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except SyntaxError:
-        return frozenset(), frozenset()
+    nodes: list[ast.AST] = []
+    for source in sources:
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+            nodes += ast.walk(ast.parse(source))
     used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     bound = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     dotted = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
