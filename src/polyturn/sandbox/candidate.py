@@ -6,7 +6,6 @@ data only.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import functools
 import importlib
@@ -27,27 +26,26 @@ FUNCTIONS = (
     functools.partial,
     type(functools.lru_cache(int)),
 )
-PLAIN_TYPES = frozenset(
-    [
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        bytearray,
-        list,
-        tuple,
-        dict,
-        set,
-        frozenset,
-        range,
-        slice,
-        object,
-        type,
-        type(None),
-    ]
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    list,
+    tuple,
+    dict,
+    set,
+    frozenset,
+    range,
+    slice,
+    object,
+    type,
+    type(None),
 )
+PLAIN_TYPES = {kind.__name__: kind for kind in _PLAIN}
 
 
 class CandidateGate:
@@ -71,14 +69,14 @@ class CandidateGate:
         return "callable" if callable(value) else "object"
 
     def name_of(self, value: object) -> wire.Tree | None:
-        """Plain types and builtin exceptions are the same on both sides."""
-        if isinstance(value, type) and (value in PLAIN_TYPES or is_builtin_exception(value)):
-            return ["x", "builtins", value.__name__]
+        """Plain types, and exceptions of the standard library, are the same on both sides."""
+        if isinstance(value, type) and (PLAIN_TYPES.get(value.__name__) is value or wire.is_shared_exception(value)):
+            return ["x", value.__module__, value.__qualname__]
         return None
 
     def by_name(self, module: str, name: str) -> object:
         """A builtin, or a function of the standard library, that the tests pass."""
-        found: object = getattr(__import__(module), name)
+        found: object = getattr(importlib.import_module(module), name)
         return found
 
     def lookup(self, name: str) -> tuple[bool, object]:
@@ -111,11 +109,6 @@ def next_of(iterator: Any) -> tuple[bool, object]:
     for item in iterator:
         return True, item
     return False, None
-
-
-def is_builtin_exception(kind: type) -> bool:
-    """Whether it is an exception that both sides have."""
-    return issubclass(kind, BaseException) and getattr(builtins, kind.__name__, None) is kind
 
 
 def serve(payload: dict[str, Any], payload_socket: socket.socket, channel: socket.socket | None) -> None:

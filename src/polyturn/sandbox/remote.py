@@ -2,7 +2,7 @@
 
     request   ["?", operation, target, arguments]     target: a handle of the receiver, or a name
     answer    ["=", changes, value]                   changes: [number, content] of argument containers that are not as before
-              ["!", changes, classes, name, arguments, text]    it raised; `name` is the builtin exception it is or extends
+              ["!", changes, classes, arguments, text]          it raised; each class is [number, module, name]
               ["#", sentence]                         it can't be said in data
 
 While one side waits for an answer it serves requests of the other, which is how a function of the tests is called back.
@@ -176,9 +176,8 @@ class Peer:
         if kind == "awaitable":
             return proxies.awaitable(self, number)
         if kind == "exception":
-            stub = type(name if name.isidentifier() else "ProgramError", (exception_named(parent),), {"__module__": "program"})
-            self._stubs[number] = stub
-            return stub
+            self._stubs[number] = _stub(name, wire.shared_exception("builtins", parent) or Exception)
+            return self._stubs[number]
         named = number_of_class in self._named
         if kind == "callable":
             kind = "object" if named else "function"
@@ -231,14 +230,14 @@ class Peer:
         return [[number, wire.encode_content(before[number][0], scope, self)] for number in changed]
 
     def _describe(self, error: BaseException, before: list[tuple[Any, list[Any]]], scope: Scope) -> Tree:
-        kinds = [kind for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is not kind]
-        classes = [self._number(kind) for kind in kinds if issubclass(kind, BaseException)]
+        kinds = [kind for kind in type(error).__mro__ if issubclass(kind, BaseException)]
+        classes = [[self._number(kind), kind.__module__, kind.__qualname__] for kind in kinds]
         changes = self._changes(before, scope)
         try:
             arguments = wire.encode(error.args, scope, self)
         except WireError:
             arguments = ["t", str(error)]
-        return ["!", changes, classes, _builtin_exception(type(error)), arguments, self._gate.explain(error)[-4000:]]
+        return ["!", changes, classes, arguments, self._gate.explain(error)[-4000:]]
 
     def _take(self, answer: list[Tree], scope: Scope) -> Any:
         """The value of an answer; raises what it says was raised."""
@@ -250,14 +249,22 @@ class Peer:
             wire.refill(scope.containers[_natural(number)], content, scope, self)
         if answer[0] == "=":
             return wire.decode(answer[2], scope, self)
-        _, _, classes, name, tree, text = answer
-        kind = next((self._stubs[number] for number in classes if number in self._stubs), exception_named(name))
-        error = kind.__new__(kind)
+        _, _, classes, tree, text = answer
         arguments = wire.decode(tree, scope, self)
-        error.args = arguments if isinstance(arguments, tuple) else (arguments,)
+        error = wire.make_exception(self._exception_of(classes), arguments if isinstance(arguments, tuple) else (arguments,))
         error.of_program = True  # type: ignore[attr-defined]
         error.told = str(text)  # type: ignore[attr-defined]
         raise error
+
+    def _exception_of(self, classes: list[list[Tree]]) -> type[BaseException]:
+        """The nearest class known here, one that the tests name or of the standard library; else a subclass of it by name."""
+        own_name = ""
+        for number, module, name in classes:
+            known = self._stubs.get(_natural(number)) or wire.shared_exception(module, name)
+            if known is not None:
+                return known if not own_name else _stub(own_name, known)
+            own_name = own_name or str(name)
+        return Exception
 
     def _give_up(self, reason: str, *, gone: bool = False) -> CaseOver:
         self.over = CaseOver(reason, gone=gone)
@@ -291,10 +298,9 @@ class Peer:
         return message
 
 
-def exception_named(name: object) -> type[BaseException]:
-    """A builtin exception by name, Exception for any other name."""
-    found = getattr(builtins, name, None) if isinstance(name, str) else None
-    return found if isinstance(found, type) and issubclass(found, BaseException) else Exception
+def _stub(name: str, base: type[BaseException]) -> type[BaseException]:
+    """A class of this side that stands for an exception class of the program."""
+    return type(name[:100], (base,), {"__module__": "program"})
 
 
 def _builtin_exception(kind: type) -> str | None:

@@ -21,12 +21,13 @@ import types
 from typing import Any
 
 from polyturn.sandbox import frames, wire
-from polyturn.sandbox.candidate import FUNCTIONS, PLAIN_TYPES, is_builtin_exception, next_of
+from polyturn.sandbox.candidate import FUNCTIONS, PLAIN_TYPES, next_of
 from polyturn.sandbox.proxies import Remote
 from polyturn.sandbox.remote import OPERATIONS, CaseOver, Peer
 
 TESTS = "polyturn_tests"
 _SHARED_MODULES = ("builtins", "math", "operator")
+_MODULES_WITH_ITERATORS = ("builtins", "itertools")
 _MOST_DETAIL = 4000
 
 
@@ -41,12 +42,16 @@ class TesterGate:
             return "class" if value.__module__ == TESTS and not issubclass(value, BaseException) else None
         if isinstance(value, FUNCTIONS):
             return "function"
+        if hasattr(type(value), "__next__") and type(value).__module__ in (*_MODULES_WITH_ITERATORS, TESTS):
+            return "iterator"
         if type(value).__module__ == TESTS:
             return "callable" if callable(value) else "object"
-        return "iterator" if hasattr(type(value), "__next__") else None
+        return None
 
     def name_of(self, value: object) -> wire.Tree | None:
         """Builtins and simple functions of the standard library are the same on both sides."""
+        if isinstance(value, type) and wire.is_shared_exception(value):
+            return ["x", value.__module__, value.__qualname__]
         module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
         if module in _SHARED_MODULES and isinstance(name, str) and getattr(sys.modules[module], name, None) is value:
             return ["x", module, name]
@@ -54,10 +59,12 @@ class TesterGate:
 
     def by_name(self, module: str, name: str) -> object:
         """Plain types and builtin exceptions: what the program gives is not to be code."""
-        found = getattr(builtins, str(name), None)
-        if not isinstance(found, type) or not (found in PLAIN_TYPES or is_builtin_exception(found)):
+        if module == "builtins" and name in PLAIN_TYPES:
+            return PLAIN_TYPES[name]
+        exception = wire.shared_exception(module, name)
+        if exception is None:
             raise wire.WireError(f"{name!r} is no plain type")
-        return found
+        return exception
 
     def lookup(self, name: str) -> tuple[bool, object]:
         """The program has no names to ask for."""
@@ -112,7 +119,10 @@ class Namespace(dict[str, Any]):
         if name in self._own_modules:
             value: Any = importlib.import_module(name)
         elif name in self._entry_points:
-            value = self._peer.fetch(name)
+            try:
+                value = self._peer.fetch(name)
+            except LookupError:
+                raise KeyError(name) from None
         else:
             raise KeyError(name)
         if isinstance(value, Remote | type | types.ModuleType):

@@ -18,6 +18,7 @@ import decimal
 import fractions
 import json
 import re
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeAlias
@@ -160,6 +161,19 @@ def refill(container: Any, tree: Tree, scope: Scope, handles: Handles) -> None:
         raise WireError(f"not a container: {type(error).__name__}: {error}") from None
 
 
+def shared_exception(module: object, name: object) -> type[BaseException] | None:
+    """An exception of the standard library that this process has loaded already, by module and name; None for anything else."""
+    if not isinstance(module, str) or not isinstance(name, str) or module.partition(".")[0] not in sys.stdlib_module_names:
+        return None
+    found = getattr(sys.modules.get(module), name, None)
+    return found if isinstance(found, type) and issubclass(found, BaseException) else None
+
+
+def is_shared_exception(value: object) -> bool:
+    """Whether it is an exception class of the standard library."""
+    return isinstance(value, type) and shared_exception(value.__module__, value.__qualname__) is value
+
+
 def _encode_fixed(value: Any, inner: Callable[[Any], Tree], handles: Handles) -> Tree:
     """The tree of a value that can't change. Subclasses of the program's own become the builtin that they extend."""
     if isinstance(value, str):
@@ -203,6 +217,8 @@ def _encode_library(value: Any, inner: Callable[[Any], Tree]) -> Tree:
         return ["T", "timedelta", value.days, value.seconds, value.microseconds]
     if kind in _VIEWS:
         return ["v", _VIEWS[kind], *(inner(part) for part in value)]
+    if isinstance(value, BaseException) and is_shared_exception(kind):
+        return ["E", kind.__module__, kind.__qualname__, *(inner(part) for part in value.args)]
     if kind is re.Pattern and isinstance(value.pattern, str):
         return ["P", value.pattern, value.flags]
     if kind is re.Match and isinstance(value.string, str):
@@ -270,6 +286,20 @@ def _view(kind: str, *parts: Any) -> Any:
     return dict(enumerate(parts)).values() if kind == "values" else dict(parts).items()
 
 
+def make_exception(kind: type[BaseException], arguments: tuple[Any, ...]) -> BaseException:
+    """An exception with these arguments, past a constructor that may want others."""
+    error = kind.__new__(kind)
+    error.args = arguments
+    return error
+
+
+def _exception(module: str, name: str, *arguments: Any) -> BaseException:
+    kind = shared_exception(module, name)
+    if kind is None:
+        raise WireError(f"{name!r} is no exception that is known here")
+    return make_exception(kind, arguments)
+
+
 def _match(pattern: str, flags: int, string: str, pos: int, endpos: int, *bounds: int) -> Any:
     """The match that this side's own search finds. Raises WireError when it is not the one that was said."""
     compiled = re.compile(pattern, flags)
@@ -304,6 +334,7 @@ _DECODERS: dict[str, Callable[..., Any]] = {
     "F": fractions.Fraction,
     "T": _date,
     "v": _view,
+    "E": _exception,
     "P": re.compile,
     "M": _match,
 }
