@@ -34,8 +34,8 @@ async def gone(pid: int) -> None:
 
 
 async def present(pid: int) -> None:
-    """Wait until something descends from `pid`."""
+    """Wait until a program runs under `pid`, the only one: below its monitor there is somebody."""
     deadline = time.monotonic() + PATIENCE_S
-    while not descendants(pid):
-        assert time.monotonic() < deadline, f"nothing descends from {pid}"
+    while len(descendants(pid)) < 2:
+        assert time.monotonic() < deadline, f"nothing runs under {pid}"
         await asyncio.sleep(0.01)

@@ -115,9 +115,7 @@ async def test_there_are_enough_of_them():
 
 
 async def test_a_program_sees_nothing_of_another(sandbox: LocalSandbox):
-    waits = (
-        f"open('mine', 'w').write('{SECRET}')\nopen('/tmp/mine', 'w').write('x')\nprint('written')\nimport time\ntime.sleep(60)"
-    )
+    waits = f"import os, time\nfor place in ('.', os.environ['TMPDIR']):\n    open(place + '/mine', 'w').write('{SECRET}')\ntime.sleep(60)"
     searches = """
 import os, time
 for _ in range(5):

@@ -99,7 +99,8 @@ def lock_down(means: Means, limits: Limits, *, folder: str, address_space_bytes:
         landlock.restrict([*readable, *folders.DEVICES, "/etc/ld.so.cache"], [folder, "/dev/null"])
     if means.seccomp:
         alone = None if means.namespaces else os.getpid()
-        seccomp.install(seccomp.build(new_processes=means.new_processes, signals_to=alone))
+        same_user = means.first_uid is None
+        seccomp.install(seccomp.build(new_processes=means.new_processes, same_user=same_user, signals_to=alone))
 
 
 def set_limits(limits: Limits, address_space_bytes: int) -> None:

@@ -88,17 +88,16 @@ def build_root(paths: list[str], *, keep_proc: bool) -> None:
     _make_read_only("/", devices=False)
 
 
-def mount_box(*, size_bytes: int, num_files: int, uid: int, proc: bool) -> bool:
-    """Give a program, in its own mount namespace, its folder, and a /proc of its own pid namespace where `proc`.
+def mount_box(*, size_bytes: int, num_files: int, uid: int, hide_init: bool) -> bool:
+    """Give a program, in its own mount namespace, its folder, and a /proc of its own pid namespace.
 
-    False when /proc can't be mounted: the program then has none.
+    False when /proc can't be mounted: the program then has none. `hide_init` leaves out whatever another user runs, which only
+    members of group 0 then see.
     """
     options = f"size={size_bytes},nr_inodes={num_files + len(SUBFOLDERS) + 1},mode=700,uid={uid},gid={uid}"
     kernel.mount("tmpfs", BOX, "tmpfs", MS_NOSUID | MS_NODEV, options)
-    if not proc:
-        return False
     flags = MS_NOSUID | MS_NODEV | kernel.MS_NOEXEC
-    for kinds in ("hidepid=2,subset=pid", ""):
+    for kinds in ("hidepid=2,subset=pid" if hide_init else "subset=pid", "hidepid=2" if hide_init else "", ""):
         try:
             kernel.mount("proc", "/proc", "proc", flags, kinds)
             return True

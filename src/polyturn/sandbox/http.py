@@ -137,8 +137,8 @@ class HttpSandbox:
     def _check(self, status: int, answer: bytes) -> dict[str, Any]:
         try:
             document = json.loads(answer)
-        except ValueError:
-            document = {}
+        except (ValueError, RecursionError):
+            document = None
         error = document.get("error", "") if isinstance(document, dict) else ""
         if status == 200 and isinstance(document, dict) and not error:
             return document

@@ -65,7 +65,7 @@ for name, attempt in {"socket": lambda: socket.socket() and None, "reach": reach
 found["write"], found["read"] = write(), read()
 libc = ctypes.CDLL(None)
 found |= {"no_new_privs": libc.prctl(39, 0, 0, 0, 0), "seccomp": libc.prctl(21, 0, 0, 0, 0)}
-found |= {"pid": os.getpid(), "uid": os.getuid()}
+found |= {"pid": os.getpid(), "uid": os.getuid(), "proc": os.path.exists("/proc/self/status")}
 print(json.dumps(found))
 """
 
@@ -131,7 +131,8 @@ def _group(means: Means, found: dict[str, Any]) -> Line:
 
 
 def _memory(means: Means, found: dict[str, Any]) -> Line:
-    how = ["address space of each process", "memory of all of them watched"]
+    watched = found["proc"] or not means.namespaces  # without them, the one process is watched from outside
+    how = ["address space of each process", "memory of all of them watched" if watched else "their number"]
     return _line("memory capped", found["memory"] is None, how, "a program got more than its limit")
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 from typing import Literal, TypeAlias
 
-from polyturn.errors import SandboxError
+from polyturn.errors import IsolationError, SandboxError
 from polyturn.sandbox import lines, results, verdicts
 from polyturn.sandbox.base import Limits, Line, Program, RunResult, Tests, TestsResult
 from polyturn.sandbox.pool import Pool
@@ -37,6 +37,7 @@ class LocalSandbox:
         self._limits = limits or Limits()
         self._concurrency = concurrency or os.cpu_count() or 1
         self._unsafe = unsafe
+        self._mode = isolation
         self._pool = Pool(mode=isolation, import_paths=import_paths)
         self._turns: asyncio.Semaphore | None = None
         self._starting: asyncio.Lock | None = None
@@ -61,12 +62,16 @@ class LocalSandbox:
             found = await results.run_program(self._pool, Program(source=lines.PROBE), lines.PROBE_LIMITS)
             self._isolation = lines.judge(self._pool.means, found)
             lines.insist(self._isolation, unsafe=self._unsafe)
+            if self._mode == "namespaces" and not self._pool.means.namespaces and not self._unsafe:
+                why = self._pool.means.why_not.get("namespaces", "")
+                raise IsolationError(f"isolation=namespaces was asked for and can't be had: {why}; use isolation=auto")
         except BaseException:
             await self.stop()
             raise
 
     async def stop(self) -> None:
         """End every program and the pool."""
+        self._turns = self._starting = None
         await self._pool.stop()
 
     async def run(self, program: Program, limits: Limits | None = None) -> RunResult:
@@ -88,9 +93,10 @@ class LocalSandbox:
 
     async def _be_alive(self) -> None:
         """Start the supervisor again if it is gone. Whoever was running a program in it got a SandboxError."""
-        assert self._starting is not None, "checked by _turn"
+        if self._starting is None:
+            raise SandboxError("the sandbox was stopped while a program waited for its turn")
         async with self._starting:
-            if not self._pool.alive:
+            if self._starting is not None and not self._pool.alive:
                 _log.warning("the sandbox's supervisor is gone; starting another")
                 await self._pool.stop()
                 await self._pool.start()

@@ -201,7 +201,8 @@ def _be_init(job: Job, status: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     uid = confine.uid_of(job.means, job.slot)
     limits = job.limits
-    proc = folders.mount_box(size_bytes=limits.file_bytes, num_files=limits.num_files, uid=uid, proc=True)
+    hide = not job.means.user_namespace  # in one, init and the program are the same user, and init could not see it either
+    proc = folders.mount_box(size_bytes=limits.file_bytes, num_files=limits.num_files, uid=uid, hide_init=hide)
     program = os.fork()
     if program == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])

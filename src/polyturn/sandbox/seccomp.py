@@ -35,12 +35,13 @@ _REFUSED = """
     name_to_handle_at open_by_handle_at fanotify_init personality modify_ldt vhangup
 """.split()
 _TO_OTHERS = """
-    tkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_send_signal pidfd_open
-    setpriority sched_setaffinity sched_setscheduler sched_setparam sched_setattr ioprio_set inotify_add_watch
+    tkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_send_signal pidfd_open inotify_add_watch
     chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat
     setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr setxattrat removexattrat file_setattr
 """.split()
 """What reaches processes and files of the same user, past Landlock; refused where a program has no namespaces."""
+_PRIORITIES = "setpriority sched_setaffinity sched_setscheduler sched_setparam sched_setattr ioprio_set".split()
+"""Refused where a program is the same user as others: its init, at least."""
 
 _X86_64 = """
     socket 41 socketpair 53 connect 42 bind 49 listen 50 accept 43 accept4 288 ptrace 101 process_vm_readv 310
@@ -86,12 +87,12 @@ def available() -> bool:
     return os.uname().sysname == "Linux" and os.uname().machine in _MACHINES
 
 
-def build(*, new_processes: bool, signals_to: int | None = None) -> bytes:
+def build(*, new_processes: bool, same_user: bool = False, signals_to: int | None = None) -> bytes:
     """The filter, for `install`.
 
-    Without `new_processes` threads are all that can be started. With `signals_to`, for a program without namespaces, signals
-    reach only that process, it can't call off the signal that ends it with its parent, and whatever else Landlock lets pass to
-    processes and files of the same user (priority, permissions, owners, times) is refused.
+    Without `new_processes` threads are all that can be started. As the `same_user` as others, a program can't change
+    priorities. With `signals_to`, for a program without namespaces, signals reach only that process, it can't call off the
+    signal that ends it with its parent, nor change permissions, owners and times of files, which Landlock lets pass.
 
     Raises OSError (ENOSYS) on a machine whose system calls are not known here.
     """
@@ -104,7 +105,7 @@ def build(*, new_processes: bool, signals_to: int | None = None) -> bytes:
     code = [_step(_LOAD, _MACHINE), _step(_EQUAL, audit, 1, 0), _step(_RETURN, _KILL), _step(_LOAD, _NUMBER)]
     if machine == "x86_64":
         code += [_step(_AT_LEAST, _X32, 0, 1), _step(_RETURN, _ERRNO | errno.EPERM)]
-    refused = [*_REFUSED, *(_TO_OTHERS if signals_to is not None else [])]
+    refused = [*_REFUSED, *(_PRIORITIES if same_user else []), *(_TO_OTHERS if signals_to is not None else [])]
     for name in refused:
         code += _refuse(numbers.get(name), errno.EPERM)
     code += _refuse(numbers["clone3"], errno.ENOSYS)  # its flags are out of the filter's sight; libraries fall back to clone
