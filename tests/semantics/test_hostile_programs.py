@@ -115,7 +115,12 @@ async def test_there_are_enough_of_them():
 
 
 async def test_a_program_sees_nothing_of_another(sandbox: LocalSandbox):
-    waits = f"import os, time\nfor place in ('.', os.environ['TMPDIR']):\n    open(place + '/mine', 'w').write('{SECRET}')\ntime.sleep(60)"
+    waits = f"""
+import os, time
+for place in (".", os.environ["TMPDIR"]):
+    open(place + "/mine", "w").write("{SECRET}")
+time.sleep(60)
+"""
     searches = """
 import os, time
 for _ in range(5):

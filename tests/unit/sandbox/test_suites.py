@@ -36,6 +36,7 @@ def test_a_humaneval_row():
     assert "def poly(x):" in tests.setup
     assert "import math" in tests.setup
     assert "def root" not in tests.setup
+    assert mbpp({**MBPP, "code": 'def sum(a, b):\n    return "\\w"'})[1].entry_points == ("sum",)
     assert humaneval(HUMANEVAL, "    return 3\n")[0].source.endswith("return 3\n")
     with pytest.raises(DataError, match="Test/1: line 1 is no Python"):
         humaneval({**HUMANEVAL, "prompt": "def root(:\n"})
