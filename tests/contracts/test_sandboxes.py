@@ -262,8 +262,13 @@ async def test_limits_and_programs_that_make_no_sense():
         Limits(wall_s=0)
     with pytest.raises(ConfigError, match=r"memory_bytes=1024 is less than Python needs"):
         Limits(memory_bytes=1024)
-    for name in ("/etc/passwd", "../x", "a/../../x", "", "a\0b"):
+    for name in ("/etc/passwd", "../x", "a/../../x", "", "a\0b", "a\ud800"):
         with pytest.raises(DataError, match="must be relative and stay"):
+            Program(source="", files={name: b""})
+    with pytest.raises(DataError, match="is also a folder"):
+        Program(source="", files={"a": b"", "a/b": b""})
+    for name in ("x" * 256, "/".join(["x"] * 1500)):
+        with pytest.raises(DataError, match="longer than a disk takes"):
             Program(source="", files={name: b""})
     with pytest.raises(DataError, match="use a name that no other module has"):
         Tests(cases=(), module="json")

@@ -188,6 +188,27 @@ except OSError as error:
         filters=("files",),
     ),
     Hostile(
+        "a folder without a bottom",
+        """
+import os, time
+try:
+    while True:
+        os.mkdir("down")
+        os.chdir("down")
+except OSError:
+    print("stopped")
+time.sleep(1 if os.getpid() != 2 else 0)
+""",
+        says="stopped",
+        filters=("files",),
+    ),
+    Hostile(
+        "folders that nobody may read",
+        "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').close()\nos.mkdir('locked', 0)\nos.mkfifo('pipe')\nprint('made')",
+        says="made",
+    ),
+    Hostile("writes to its input", "import os\nos.write(0, b'x')", ("error",), says="not permitted"),
+    Hostile(
         "all file descriptors",
         """
 held = []

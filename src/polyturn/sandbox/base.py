@@ -13,6 +13,7 @@ tell its own fault from the program's.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from typing import Literal, Protocol, TypeAlias
 from polyturn.errors import ConfigError, DataError
 
 MIB = 1 << 20
+_MOST_PATH, _MOST_NAME = 2048, 255
 
 ExitReason: TypeAlias = Literal["ok", "error", "timeout", "memory", "output", "files", "killed"]
 """Why a program ended: exit code 0; another code or an exception; a limit of time, memory, output or files; a signal."""
@@ -71,7 +73,7 @@ class Program:
     """Python source to run, what it reads from standard input, and files to put into its private folder by relative path.
 
     Raises:
-        DataError: a file name that is absolute, leads out of the folder, or is empty.
+        DataError: a file name that is absolute, empty, too long, leads out of the folder, or is also a folder.
     """
 
     source: str
@@ -79,10 +81,17 @@ class Program:
     files: Mapping[str, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        folders = {str(folder) for name in self.files for folder in PurePosixPath(name).parents}
         for name in self.files:
-            parts = PurePosixPath(name).parts
-            if not parts or name.startswith("/") or ".." in parts or "\0" in name:
+            path = PurePosixPath(name)
+            if not path.parts or path.is_absolute() or ".." in path.parts or re.search("[\0\ud800-\udfff]", name):
                 raise DataError(f"file name {name!r} must be relative and stay in the program's folder; rename it")
+            if str(path) in folders:
+                raise DataError(f"file name {name!r} is also a folder of another file; rename one of them")
+            if len(name.encode()) > _MOST_PATH or any(len(part.encode()) > _MOST_NAME for part in path.parts):
+                raise DataError(
+                    f"file name {name[:40]!r}... is longer than a disk takes ({_MOST_NAME} bytes a part); rename it"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import base64
+import fcntl
 import json
 import os
 import site
@@ -67,12 +68,13 @@ class Errand:
 
 
 def _open_stdin(text: str) -> None:
-    """Standard input from memory: any length, and the program can seek in it."""
-    memory = os.memfd_create("stdin")
+    """Standard input from memory: any length, and the program can seek in it, but not write to it."""
+    memory = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     view = memoryview(text.encode("utf-8", "surrogatepass"))
     while view:
         view = view[os.write(memory, view) :]
     os.lseek(memory, 0, os.SEEK_SET)
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     os.dup2(memory, 0)
     os.close(memory)
 

@@ -9,7 +9,7 @@ namespaces the program is the monitor's own child, and can't start processes.
 
 from __future__ import annotations
 
-import importlib
+import errno
 import json
 import os
 import select
@@ -19,7 +19,6 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from polyturn.sandbox import confine, folders, frames, kernel
 from polyturn.sandbox.base import Limits
@@ -30,6 +29,8 @@ START_S = 60.0
 WATCH_S = 0.05
 READY = b"ready\n"
 
+_OWN_FOLDERS = len(folders.SUBFOLDERS)
+_FOLDER_BYTES = 4096  # what a folder itself takes on most disks
 _PIPE_READ = 1 << 16
 _REPORT_S = 60.0
 _ENDED = struct.Struct("!cid")  # why (e: ended, m: memory), wait status, processor seconds
@@ -87,6 +88,8 @@ def watch(job: Job, report: socket.socket) -> None:
     why, seconds = _follow(job, head, report, reading)
     _, wait_status, usage = os.wait4(head, 0)
     _drain(reading, job.limits.output_bytes)
+    if why == "ended" and reading.size() > job.limits.output_bytes:
+        why = "output"
     if job.folder is not None:
         _remove(job.folder)
     _report(job, report, reading, why, wait_status, seconds, usage.ru_utime + usage.ru_stime)
@@ -129,8 +132,28 @@ def _broken_limit(job: Job, head: int) -> str | None:
     """Where there is no namespace to count in: whether the one process is too big, or its folder."""
     if memory_of([head]) > job.limits.memory_bytes + job.memory_bytes:
         return "memory"
-    sizes = [path.lstat().st_size for path in Path(job.folder).rglob("*")] if job.folder else []
-    return "files" if sum(sizes) > job.limits.file_bytes or len(sizes) > job.limits.num_files else None
+    return "files" if job.folder is not None and _holds_too_much(job.folder, job.limits) else None
+
+
+def _holds_too_much(folder: str, limits: Limits) -> bool:
+    """Whether a folder has more in it than allowed. It changes meanwhile, and can be deeper than a path can say."""
+    found, size, left = 0, 0, [folder]
+    while left:
+        try:
+            with os.scandir(left.pop()) as entries:
+                for entry in entries:
+                    found += 1
+                    size += entry.stat(follow_symlinks=False).st_size
+                    if entry.is_dir(follow_symlinks=False):
+                        left.append(entry.path)
+                    if found > limits.num_files + _OWN_FOLDERS or size > limits.file_bytes + _FOLDER_BYTES * found:
+                        return True
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                return True
+    return False
 
 
 def _kill(head: int, why: str) -> str:
@@ -153,12 +176,10 @@ def _drain(reading: _Reading, limit: int) -> None:
 
 
 def _remove(folder: str) -> None:
-    """Remove the folder of a program that is dead. Links in it are removed, not followed."""
-    for path, inside, _ in os.walk(folder):
-        for name in inside:
-            if not Path(path, name).is_symlink():
-                Path(path, name).chmod(0o700)
-    importlib.import_module("shutil").rmtree(folder, ignore_errors=True)  # not at the top: every program would carry it
+    """Remove the folder of a program that is dead, however deep or locked. Links in it are removed, not followed."""
+    for command in (["chmod", "-R", "u+rwX", folder], ["rm", "-rf", folder]):
+        silence = [(os.POSIX_SPAWN_OPEN, number, "/dev/null", os.O_RDWR, 0) for number in (1, 2)]
+        os.waitpid(os.posix_spawnp(command[0], command, dict(os.environ), file_actions=silence), 0)
 
 
 def _report(
@@ -203,11 +224,11 @@ def _be_init(job: Job, status: int) -> None:
     limits = job.limits
     hide = not job.means.user_namespace  # in one, init and the program are the same user, and init could not see it either
     proc = folders.mount_box(size_bytes=limits.file_bytes, num_files=limits.num_files, uid=uid, hide_init=hide)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     program = os.fork()
     if program == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         job.run(job, status)
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     kernel.drop_capabilities()
     kernel.close_all_but({status})
     monitor = select.poll()

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import polyturn
-from polyturn.errors import SandboxError
+from polyturn.errors import DeadlineError, SandboxError
 from polyturn.processes.deadlines import deadline
 from polyturn.processes.threads import in_thread
 from polyturn.sandbox import async_frames, folders, frames
@@ -97,8 +96,10 @@ class Pool:
                 data = await asyncio.get_running_loop().sock_recv(here, 1 << 16)
             if not data:
                 raise SandboxError(f"the sandbox's supervisor did not start: {self._last_words()}")
-        except BaseException:
+        except BaseException as error:
             await self.stop()
+            if isinstance(error, DeadlineError):
+                raise SandboxError(str(error)) from error
             raise
         self.means = Means(**json.loads(data))
 
@@ -134,6 +135,8 @@ class Pool:
                 return await job
             finally:
                 job.cancel()
+                for one in given:  # in case the job was cancelled before it began
+                    one.close()
 
     async def run(
         self, role: str, limits: Limits, descriptors: list[socket.socket], end: asyncio.Event | None = None
@@ -156,10 +159,8 @@ class Pool:
                         return await self._report(here, limits)
                     finally:
                         ending.cancel()
-        except OSError as error:
-            raise SandboxError(
-                f"the sandbox could not start a program: {error}; it will start anew for the next one"
-            ) from error
+        except (OSError, DeadlineError) as error:
+            raise SandboxError(f"the sandbox could not run a program: {error}") from error
 
     async def _order(self, order: dict[str, Any], sockets: list[socket.socket]) -> None:
         control = self._control
@@ -233,7 +234,8 @@ async def _end_when(end: asyncio.Event | None, report: socket.socket) -> None:
 
 
 def _remove(folder: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove a folder of programs that are dead; they may be deeper than Python's own way gets."""
+    subprocess.run(["rm", "-rf", folder], stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=STOP_S)
 
 
 @contextlib.contextmanager

@@ -6,18 +6,22 @@ import base64
 import json
 import os
 import signal
+from pathlib import PurePosixPath
 
 from polyturn.errors import DataError
 from polyturn.sandbox.base import ExitReason, Limits, Program, RunResult
 from polyturn.sandbox.pool import Pool, Report
 
+_BLOCK_BYTES = 4096
+
 
 def program_payload(program: Program, limits: Limits, *, module: str = "__main__") -> bytes:
     """What a program's process reads. Raises DataError when its files are more than its folder may hold."""
-    size = sum(map(len, program.files.values()))
-    if size > limits.file_bytes or len(program.files) > limits.num_files:
+    size = sum(-(-len(data) // _BLOCK_BYTES) * _BLOCK_BYTES for data in program.files.values())
+    number = len({place for name in program.files for place in (PurePosixPath(name), *PurePosixPath(name).parents)})
+    if size > limits.file_bytes or number > limits.num_files:
         raise DataError(
-            f"{len(program.files)} files of {size} bytes are more than the program's folder may hold "
+            f"{number} files and folders of {size} bytes are more than the program's folder may hold "
             f"(file_bytes={limits.file_bytes}, num_files={limits.num_files}); raise the limits or bring less"
         )
     files = {name: base64.b64encode(data).decode() for name, data in program.files.items()}

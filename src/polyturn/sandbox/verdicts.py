@@ -118,6 +118,8 @@ async def _run_pair(pool: Pool, program: Program, tests: Tests, start: int, limi
         for job in (program_job, tests_job):
             job.cancel()
         await asyncio.gather(program_job, tests_job, return_exceptions=True)
+        for_program.close()
+        for_tests.close()
     _conclude(verdict, len(cases), program_report, tests_report, limits)
     return verdict
 
@@ -149,6 +151,7 @@ async def _run_tests(pool: Pool, order: dict[str, Any], limits: Limits, channel:
             await listening
             return report
         finally:
+            there.close()
             listening.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await listening
