@@ -171,7 +171,7 @@ def _choose_uids(means: Means) -> int | None:
         if problem is None:
             return first
         reasons.append(problem)
-    means.why_not["uid"] = reasons[0]
+    means.why_not["uid"] = f"another user could not read Python's files ({reasons[0]})"
     return None
 
 
