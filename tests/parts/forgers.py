@@ -27,7 +27,7 @@ def returns(name: str, definition: str, value: str) -> Forger:
     return Forger(name, f"{definition}\ndef add(a, b):\n    return {value}")
 
 
-def posing(name: str, case: str, source: str, honest: str) -> Forger:
+def posing(name: str, case: str, source: str, honest: str | None) -> Forger:
     """One against a single case that asks its result something."""
     return Forger(name, source, Tests(cases=(case,)), honest)
 
@@ -202,6 +202,126 @@ class Vector:
 def norm(v):
     return sum(part * part for part in v.parts) ** 0.5
 """,
+    ),
+]
+
+OBJECTS += [
+    posing(
+        "a solution that gives itself",
+        "assert Solution().greet('you').startswith('hello')",
+        YES.replace("class Yes", "class Solution") + "    def greet(self, name):\n        return self",
+        "class Solution:\n    def greet(self, name):\n        return 'hello ' + name",
+    ),
+    posing(
+        "a solution that has itself as an attribute",
+        "p = Person('Ann')\nassert p.name.startswith('A')",
+        "class Person:\n    def __init__(self, name):\n        self.name = self\n    startswith = lambda self, text: True",
+        "class Person:\n    def __init__(self, name):\n        self.name = name",
+    ),
+    posing(
+        "a solution whose numbers are ordered as it likes",
+        "assert Solution().f(2) < Solution().f(1)",
+        YES.replace("class Yes", "class Solution") + "    def f(self, x):\n        return self",
+        "class Solution:\n    def f(self, x):\n        return -x",
+    ),
+    posing(
+        "a solution near a number",
+        "assert abs(Solution().f(2) - 4) < 1e-9",
+        YES.replace("class Yes", "class Solution") + "    def f(self, x):\n        return self",
+        "class Solution:\n    def f(self, x):\n        return x * x",
+    ),
+    posing(
+        "a class in the place of a function",
+        "assert greet('you').startswith('hello')",
+        "class greet:\n    def __init__(self, name): pass\n    startswith = lambda self, text: True",
+        "def greet(name):\n    return 'hello ' + name",
+    ),
+    Forger(
+        "a class with a capital where the tests say that there is none",
+        "class Greet:\n    def __init__(self, name): pass\n    startswith = lambda self, text: True",
+        Tests(cases=("assert Greet('you').startswith('hello')",), classes=()),
+        "def Greet(name):\n    return 'hello ' + name",
+    ),
+    posing(
+        "answers each question on its own",
+        "r = numbers()\nassert len(r) == 3\nassert sum(r) == 100\nassert max(r) == 2",
+        """
+class Many:
+    def __len__(self):
+        return 3
+    def __iter__(self):
+        self.turn = getattr(self, "turn", 0) + 1
+        return iter([100] if self.turn == 1 else [2])
+def numbers():
+    return Many()
+""",
+        None,
+    ),
+    posing(
+        "swallows assertions in a context manager",
+        "with Guard():\n    assert Guard.value == 5",
+        """
+class Guard:
+    value = 0
+    def __enter__(self): return self
+    def __exit__(self, *error): return True
+""",
+        """
+class Guard:
+    value = 5
+    def __enter__(self): return self
+    def __exit__(self, *error): return False
+""",
+    ),
+    posing(
+        "skips a block of a context manager",
+        "with Guard():\n    x = value()\n    assert x == 5",
+        """
+class Guard:
+    def __enter__(self): return self
+    def __exit__(self, *error): return True
+def value():
+    raise ValueError
+""",
+        """
+class Guard:
+    def __enter__(self): return self
+    def __exit__(self, *error): return False
+def value():
+    return 5
+""",
+    ),
+    posing(
+        "ends a map early",
+        "assert all(map(lambda n: n == 5, map(five, range(3))))",
+        "def five(x):\n    raise StopIteration",
+        "def five(x):\n    return 5",
+    ),
+    posing(
+        "has a test skipped",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(five(), 5)\n"
+        "result = unittest.TestResult()\nT('test').run(result)\nassert result.wasSuccessful()",
+        "import unittest\ndef five():\n    raise unittest.SkipTest",
+        "def five():\n    return 5",
+    ),
+    posing(
+        "gives back a function of the tests under another name",
+        "assert greet(lambda text: True).startswith('hello')",
+        "from collections import namedtuple\ndef greet(f):\n    return namedtuple('F', 'startswith')(f)",
+        "def greet(f):\n    return 'hello'",
+    ),
+    posing(
+        "swallows an assertion in a function of the tests",
+        "def expect(x):\n    assert x == 5, 'expected 5'\nhand(expect)",
+        """
+def hand(f):
+    try:
+        f(1)
+    except BaseException as error:
+        if "5" in str(error):
+            f(5)
+""",
+        "def hand(f):\n    f(5)",
     ),
 ]
 

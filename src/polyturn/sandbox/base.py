@@ -131,7 +131,9 @@ class Tests:
     come from the program. Cases must stand alone, since after a case that ends the program the rest goes on in a fresh one.
     `entry_points` are the names to take from the program. None takes every name that the tests use, don't bind, and that is
     neither a builtin nor used as a module of the standard library: say them where they are known, since then a helper that the
-    tests forgot to define is an error and not the program's choice. `module` is the name to import the program by.
+    tests forgot to define is an error and not the program's choice. `classes` are those of them that are classes, whose objects
+    may answer for themselves; None takes names with a capital for classes, and their objects answer less (`sandbox.proxies`).
+    `module` is the name to import the program by.
 
     Raises:
         DataError: a `module` that is no name or another module's, a `case_s` that is not positive.
@@ -143,6 +145,7 @@ class Tests:
     cases: tuple[str | OutputCase, ...]
     setup: str = ""
     entry_points: tuple[str, ...] | None = None
+    classes: tuple[str, ...] | None = None
     module: str = "solution"
     case_s: float | None = None
     """Wall clock of one case; None leaves all cases the `wall_s` of the limits together."""

@@ -64,7 +64,7 @@ class CandidateGate:
             return "function"
         if isinstance(value, types.CoroutineType):
             return "awaitable"
-        if hasattr(type(value), "__next__"):
+        if hasattr(type(value), "__next__") and type(value).__module__ != self._module.__name__:
             return "iterator"
         return "callable" if callable(value) else "object"
 

@@ -43,7 +43,9 @@ def from_tests(tests: Tests) -> Document:
     """Tests as JSON: a case is a string, or an object with `stdin` and `stdout`."""
     cases = [case if isinstance(case, str) else asdict(case) for case in tests.cases]
     names = None if tests.entry_points is None else list(tests.entry_points)
-    return {"cases": cases, "setup": tests.setup, "entry_points": names, "module": tests.module, "case_s": tests.case_s}
+    classes = None if tests.classes is None else list(tests.classes)
+    given = {"setup": tests.setup, "module": tests.module, "case_s": tests.case_s}
+    return {"cases": cases, "entry_points": names, "classes": classes, **given}
 
 
 def to_tests(document: object) -> Tests:
@@ -55,9 +57,10 @@ def to_tests(document: object) -> Tests:
         else _build(OutputCase, _object(case, "tests.cases"), "tests.cases", text=("stdin", "stdout"))
         for case in _list(found.pop("cases", None), "tests.cases")
     )
-    names = found.pop("entry_points", None)
-    entry_points = None if names is None else tuple(map(str, _list(names, "tests.entry_points")))
-    return _build(Tests, {**found, "cases": cases, "entry_points": entry_points}, "tests", text=("setup", "module"))
+    for field in ("entry_points", "classes"):
+        if found.get(field) is not None:
+            found[field] = tuple(map(str, _list(found[field], f"tests.{field}")))
+    return _build(Tests, {**found, "cases": cases}, "tests", text=("setup", "module"))
 
 
 def from_limits(limits: Limits | None) -> Document | None:

@@ -1,32 +1,51 @@
 """What stands in one process for an object of the other: a number, and operations that are asked of its owner.
 
-In the tests' process these are objects of a program that may lie about everything it is asked. So they answer for themselves
-only where the tests mean a class of the program's, that is, name it. Otherwise an object that poses as the list, string or
-number that the tests expect could be asked for the verdict (`f(x).startswith("ab")`, `abs(f(x) - 3.5) < 1e-6`).
+In the tests' process these are objects of a program that may lie about everything it is asked. One that poses as the list,
+string or number that the tests expect must not be asked for the verdict (`f(x).startswith("ab")`, `abs(f(x) - 3.5) < 1e-6`),
+nor answer differently each time. So it depends on what the tests make of its class how much an object answers:
 
-| the tests do this with an object of the program's | its class is named by the tests | it is not |
-| --- | --- | --- |
-| compare with a value of theirs | unequal; `<` raises | unequal; `<` raises |
-| compare with another such object | the class decides | equal if it is the same |
-| read data: attribute, `[ ]`, `len`, `iter`, `str`, `int`, `bool` ... | yes | yes |
-| `in` | its items are compared here | its items are compared here |
-| call a method, use an operator | yes | raises |
-| use an operator with a value of theirs | if an object comes of it, which is then no number | raises |
+| the tests do this with an object | `NOTHING` | `GUARDED` | `ANYTHING` |
+| --- | --- | --- | --- |
+| read an attribute, `str`, `bool` | yes | yes | yes |
+| `[ ]`, `len`, `iter`, `int`, `abs` ... | raises | yes | yes |
+| compare with a value of theirs | unequal; `<` raises | the same | the same |
+| `in` | raises | its items are compared here | the same |
+| `==` with another object of the program's | if it is the same | its class decides | its class decides |
+| `<` with another object of the program's | raises | if the tests made one of them | its class decides |
+| call a method | raises | yes; one that data have, too, if the tests made the object | yes |
+| use an operator | raises | yes; with a value of theirs if an object comes of it, then no number | the same |
+| `with` | raises | yes; it may swallow what the tests raise themselves, but no assertion | the same |
+
+`ANYTHING` is for classes that the tests declare, `GUARDED` for names that look like a class, `NOTHING` for all others. What the
+tests made, by calling its class, is kept apart from the same object when it comes back from the program.
 
 In the program's process they stand for objects of the tests; there every operation is asked, and the tests' side refuses.
 """
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import fractions
+import re
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator
+from types import TracebackType
 from typing import Any, Protocol
 
 MOST_ITEMS = 200_000
 """That an iterator of the program may give, so that an endless one ends."""
+NOTHING, GUARDED, ANYTHING = range(3)
+TESTS = "polyturn_tests"
+"""The name of the tests' module, in their own process."""
 
 _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
 _NUMERIC = "abs float int complex index round trunc floor ceil neg pos invert bool".split()
 _PLAIN = "len str repr getitem reversed".split()
+_OF_EVERYTHING = ("bool", "str", "repr")
+_DATA_TYPES = (str, bytes, bytearray, list, tuple, dict, set, frozenset, int, float, complex, range, memoryview, deque, Counter)
+_MORE_DATA_TYPES = (datetime.datetime, datetime.timedelta, decimal.Decimal, fractions.Fraction, re.Match, re.Pattern)
+_DATA_METHODS = frozenset(name for kind in (*_DATA_TYPES, *_MORE_DATA_TYPES) for name in dir(kind) if not name.startswith("_"))
 
 
 class Asks(Protocol):
@@ -42,26 +61,28 @@ class Asks(Protocol):
 
 
 class Remote:
-    """An object of the other process. `named` says that the tests name its class."""
+    """An object of the other process. `level` is what the tests make of its class."""
 
-    def __init__(self, peer: Asks, number: int, kind_name: str, named: bool = False) -> None:
+    def __init__(self, peer: Asks, number: int, kind_name: str, level: int = NOTHING) -> None:
         set_here = object.__setattr__
         set_here(self, "_peer", peer)
         set_here(self, "_number", number)
         set_here(self, "_kind_name", kind_name)
-        set_here(self, "_answers", named or not peer.guards)
+        set_here(self, "_level", level if peer.guards else ANYTHING)
+        set_here(self, "_made", False)
         set_here(self, "_mixed", False)
 
     _peer: Asks
     _number: int
     _kind_name: str
-    _answers: bool
+    _level: int
+    _made: bool
     _mixed: bool
 
 
 def runs_code(value: object) -> bool:
     """Whether calling a value would let whoever chose it decide what comes out: `bool` is as good as a function there."""
-    return isinstance(value, RemoteFunction | RemoteClass | type)
+    return isinstance(value, RemoteFunction | RemoteClass) or (callable(value) and not isinstance(value, Remote))
 
 
 class RemoteFunction(Remote):
@@ -80,19 +101,24 @@ class RemoteFunction(Remote):
 class RemoteClass(Remote):
     """A class: it can be called, asked for its attributes, and stand on the right of isinstance."""
 
-    def mean_it(self) -> None:
+    def mean_it(self, level: int) -> None:
         """The tests name this class."""
-        object.__setattr__(self, "_answers", True)
+        object.__setattr__(self, "_level", level if self._peer.guards else ANYTHING)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Call it in the other process."""
-        return self._peer.ask("call", self._number, arguments, named)
+        """Call it in the other process. What it makes for the tests is not what comes back from the program later."""
+        value = self._peer.ask("call", self._number, arguments, named)
+        if not isinstance(value, RemoteObject) or self._level != GUARDED:
+            return value
+        made = RemoteObject(self._peer, value._number, value._kind_name, value._level)
+        object.__setattr__(made, "_made", True)
+        return made
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__name__", "__qualname__"):
             raise AttributeError(name)
         value = self._peer.ask("get", self._number, (name,))
-        if runs_code(value) and not self._answers:
+        if runs_code(value) and not self._level:
             raise AttributeError(_refusal(f"attribute {name}", self._kind_name))
         return value
 
@@ -106,8 +132,8 @@ class RemoteClass(Remote):
 class RemoteIterator(Remote):
     """An iterator or generator, asked for one item at a time."""
 
-    def __init__(self, peer: Asks, number: int, kind_name: str, named: bool = False) -> None:
-        super().__init__(peer, number, kind_name, named)
+    def __init__(self, peer: Asks, number: int, kind_name: str, level: int = NOTHING) -> None:
+        super().__init__(peer, number, kind_name, level)
         self._left = MOST_ITEMS
 
     def __iter__(self) -> Iterator[Any]:
@@ -130,8 +156,15 @@ class RemoteObject(Remote):
         if name.startswith("__"):
             raise AttributeError(name)
         value = self._peer.ask("get", self._number, (name,))
-        if runs_code(value) and not self._answers:
+        if not runs_code(value):
+            return value
+        if not self._level:
             raise AttributeError(_refusal(f"method {name}", self._kind_name))
+        if self._level == GUARDED and name in _DATA_METHODS and not self._made:
+            raise AttributeError(
+                f"method {name}: data have one too, and this {self._kind_name} came from the program, so it could decide the "
+                f"test; declare classes=({self._kind_name!r},) if the tests mean it"
+            )
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -143,10 +176,15 @@ class RemoteObject(Remote):
         return self._peer.ask("call", self._number, arguments, named)
 
     def __iter__(self) -> Iterator[Any]:
+        self._insist("iter")
         found = self._op("iter")
         if not isinstance(found, RemoteIterator):
             raise TypeError(f"iter() of {self._kind_name} gave no iterator")
         return found
+
+    def __next__(self) -> Any:
+        self._insist("next")
+        return self._op("next")
 
     def __contains__(self, item: object) -> bool:
         if self._peer.guards:
@@ -154,20 +192,20 @@ class RemoteObject(Remote):
         return bool(self._op("contains", item))
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
+        if isinstance(other, RemoteObject) and self._number == other._number:
             return True
-        if self._peer.guards and not (self._answers and isinstance(other, RemoteObject)):
+        if self._peer.guards and not (self._level and isinstance(other, RemoteObject)):
             return False
         return self._op("eq", other) is True
 
     def __hash__(self) -> int:
-        return int(self._op("hash")) if self._answers else hash(self._number)
+        return int(self._op("hash")) if self._level else hash(self._number)
 
     def _op(self, name: str, *arguments: Any) -> Any:
         return self._peer.ask("op", self._number, (name, *arguments))
 
     def _insist(self, what: str) -> None:
-        if not self._answers:
+        if not self._level:
             raise TypeError(_refusal(what, self._kind_name))
 
 
@@ -177,6 +215,8 @@ def _refusal(what: str, kind_name: str) -> str:
 
 def _unary(name: str, *, numeric: bool) -> Callable[..., Any]:
     def method(self: RemoteObject, *arguments: Any) -> Any:
+        if name not in _OF_EVERYTHING:
+            self._insist(name)
         if numeric and self._mixed:
             raise TypeError(f"{name} of {self._kind_name} mixed with a value of the tests would let the program decide a test")
         return self._op(name, *arguments)
@@ -200,11 +240,18 @@ def _binary(name: str) -> Callable[..., Any]:
 
 def _ordering(name: str) -> Callable[..., Any]:
     def method(self: RemoteObject, other: Any) -> Any:
-        if self._peer.guards and (not isinstance(other, RemoteObject) or not self._answers or self._mixed or other._mixed):
+        if self._peer.guards and not (isinstance(other, RemoteObject) and _may_order(self, other)):
             return NotImplemented
         return self._op(name, other) is True
 
     return method
+
+
+def _may_order(one: RemoteObject, other: RemoteObject) -> bool:
+    """Whether the class may say which of two objects of the program's is the smaller one."""
+    if one._level == other._level == ANYTHING:
+        return True
+    return bool(one._level and other._level) and (one._made or other._made) and not (one._mixed or other._mixed)
 
 
 def _changing(name: str) -> Callable[..., Any]:
@@ -228,9 +275,20 @@ for _name in ("setitem", "delitem", "enter"):
     setattr(RemoteObject, f"__{_name}__", _changing(_name))
 
 
-def _exit(self: RemoteObject, kind: object, error: BaseException | None, trace: object) -> bool:
+def _exit(self: RemoteObject, kind: object, error: BaseException | None, trace: TracebackType | None) -> bool:
+    """End a `with`. A class that swallows exceptions could skip the assertions of its block, so few it may."""
     self._insist("exit")
-    return self._op("exit", error is not None) is True
+    swallows = self._op("exit", error is not None) is True
+    return swallows and (not self._peer.guards or _raised_by_tests(error, trace))
+
+
+def _raised_by_tests(error: BaseException | None, trace: TracebackType | None) -> bool:
+    """Whether it comes from a line of the tests itself, and is no assertion."""
+    if trace is None or isinstance(error, AssertionError) or getattr(error, "of_program", False):
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_globals.get("__name__") == TESTS
 
 
 RemoteObject.__exit__ = _exit  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ def humaneval(row: Mapping[str, Any], completion: str | None = None) -> tuple[Pr
     solution = row["canonical_solution"] if completion is None else completion
     entry_point = row["entry_point"]
     helpers = _all_but(row["prompt"] + "    pass\n", entry_point, row["task_id"])
-    tests = Tests(setup=f"{helpers}\n{row['test']}", cases=(f"check({entry_point})",), entry_points=(entry_point,))
+    tests = Tests(setup=f"{helpers}\n{row['test']}", cases=(f"check({entry_point})",), entry_points=(entry_point,), classes=())
     return Program(source=row["prompt"] + solution), tests
 
 
@@ -36,7 +36,8 @@ def mbpp(row: Mapping[str, Any], solution: str | None = None) -> tuple[Program, 
         raise DataError(f"MBPP/{row['task_id']}: no test uses what the reference defines; leave the row out")
     cases = tuple(str(case) for case in row["test_list"])
     imports = [*row["test_imports"], *(f"import {name}" for name in sorted(used & sys.stdlib_module_names))]
-    tests = Tests(setup="\n".join(imports), cases=cases, entry_points=entry_points)
+    classes = tuple(sorted(_definitions(row["code"], row["task_id"], ast.ClassDef) & used))
+    tests = Tests(setup="\n".join(imports), cases=cases, entry_points=entry_points, classes=classes)
     return Program(source=row["code"] if solution is None else solution), tests
 
 
@@ -55,8 +56,8 @@ def _all_but(source: str, name: str, row: Any) -> str:
     return "\n\n".join(ast.unparse(node) for node in kept)
 
 
-def _definitions(source: str, row: Any) -> set[str]:
-    return {node.name for node in _parse(source, row).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+def _definitions(source: str, row: Any, kinds: Any = ast.FunctionDef | ast.ClassDef) -> set[str]:
+    return {node.name for node in _parse(source, row).body if isinstance(node, kinds)}
 
 
 def _names(source: str, row: Any) -> set[str]:

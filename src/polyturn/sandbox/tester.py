@@ -22,10 +22,9 @@ from typing import Any
 
 from polyturn.sandbox import frames, wire
 from polyturn.sandbox.candidate import FUNCTIONS, PLAIN_TYPES, next_of
-from polyturn.sandbox.proxies import Remote
+from polyturn.sandbox.proxies import TESTS, Remote
 from polyturn.sandbox.remote import OPERATIONS, CaseOver, Peer
 
-TESTS = "polyturn_tests"
 _SHARED_MODULES = ("builtins", "math", "operator")
 _MODULES_WITH_ITERATORS = ("builtins", "itertools")
 _MOST_DETAIL = 4000
@@ -42,7 +41,7 @@ class TesterGate:
             return "class" if value.__module__ == TESTS and not issubclass(value, BaseException) else None
         if isinstance(value, FUNCTIONS):
             return "function"
-        if hasattr(type(value), "__next__") and type(value).__module__ in (*_MODULES_WITH_ITERATORS, TESTS):
+        if hasattr(type(value), "__next__") and type(value).__module__ in _MODULES_WITH_ITERATORS:
             return "iterator"
         if type(value).__module__ == TESTS:
             return "callable" if callable(value) else "object"
@@ -140,7 +139,8 @@ def serve(payload: dict[str, Any], verdicts: socket.socket, channel: socket.sock
     def say(**words: Any) -> None:
         verdicts.sendall(frames.pack(json.dumps({"nonce": nonce, **words}).encode()))
 
-    peer = Peer(channel, TesterGate())
+    classes = payload["classes"]
+    peer = Peer(channel, TesterGate(), None if classes is None else tuple(classes))
     cases, setup = payload["cases"], payload["setup"]
     try:
         greeting = peer.hear()
@@ -175,13 +175,15 @@ def run_case(peer: Peer, source: str, name: str, namespace: Namespace, case_s: f
     except CaseOver:
         pass  # `peer.over` says it
     except AssertionError as error:
-        if peer.over is None:
+        if peer.over is None and peer.failed is None:
             return ("error" if getattr(error, "of_program", False) else "failed"), _detail(error)
     except BaseException as error:
-        if peer.over is None:
+        if peer.over is None and peer.failed is None:
             return "error", _detail(error)
     if peer.over is not None:
         return ("gone" if peer.over.gone else "error"), peer.over.reason
+    if peer.failed is not None:
+        return "failed", _detail(peer.failed)
     return "passed", ""
 
 

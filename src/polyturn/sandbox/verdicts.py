@@ -99,6 +99,7 @@ async def _run_pair(pool: Pool, program: Program, tests: Tests, start: int, limi
         "cases": cases,
         "start": 0,
         "entry_points": tests.entry_points,
+        "classes": tests.classes,
         "module": tests.module,
         "case_s": tests.case_s,
         "nonce": secrets.token_hex(16),

@@ -162,8 +162,14 @@ def refill(container: Any, tree: Tree, scope: Scope, handles: Handles) -> None:
 
 
 def shared_exception(module: object, name: object) -> type[BaseException] | None:
-    """An exception of the standard library that this process has loaded already, by module and name; None for anything else."""
-    if not isinstance(module, str) or not isinstance(name, str) or module.partition(".")[0] not in sys.stdlib_module_names:
+    """An exception of the standard library that this process has loaded already, by module and name; None for anything else.
+
+    Not those by which a program could have a test skipped.
+    """
+    if not isinstance(module, str) or not isinstance(name, str):
+        return None
+    package = module.partition(".")[0]
+    if package not in sys.stdlib_module_names or package in ("unittest", "doctest", "test"):
         return None
     found = getattr(sys.modules.get(module), name, None)
     return found if isinstance(found, type) and issubclass(found, BaseException) else None

@@ -167,7 +167,9 @@ def test_a_url_that_is_none(url):
 def test_documents_there_and_back():
     program = Program(source="x\ud800", stdin="y", files={"a/b": b"\x00"})
     assert protocol.to_program(json.loads(json.dumps(protocol.from_program(program)))) == program
-    tests = Tests(cases=("a", OutputCase(stdin="b", stdout="c")), setup="d", entry_points=("e",), module="f", case_s=1.5)
+    tests = Tests(
+        cases=("a", OutputCase(stdin="b", stdout="c")), setup="d", entry_points=("e",), classes=("g",), module="f", case_s=1.5
+    )
     assert protocol.to_tests(json.loads(json.dumps(protocol.from_tests(tests)))) == tests
     assert protocol.to_limits(json.loads(json.dumps(protocol.from_limits(Limits(wall_s=2))))) == Limits(wall_s=2)
     assert protocol.to_limits(None) is None
