@@ -34,6 +34,8 @@ class Means:
     user_namespace: bool = False
     first_uid: int | None = None
     """Each program gets a user id of its own, from here on; None where it has to keep the supervisor's."""
+    counts_processes: bool = False
+    """Whether the kernel limits the processes of a program by themselves: those of root it never counts."""
     landlock: int = 0
     seccomp: bool = False
     why_not: dict[str, str] = field(default_factory=dict)
@@ -41,7 +43,7 @@ class Means:
     @property
     def new_processes(self) -> bool:
         """Whether a program may start processes: only where their number is limited and all can be ended at once."""
-        return self.namespaces and (self.first_uid is not None or self.user_namespace)
+        return self.namespaces and self.counts_processes
 
     def as_dict(self) -> dict[str, Any]:
         """For the message to the driver."""
@@ -51,6 +53,7 @@ class Means:
 def enter(mode: str, paths: list[str]) -> Means:
     """Stage 1. `mode` is auto, namespaces or filters; a mode that can't be had shows in the result."""
     means = Means(landlock=landlock.version(), seccomp=seccomp.available())
+    is_root = os.getuid() == 0
     if not means.landlock:
         means.why_not["landlock"] = "the kernel has no Landlock (Linux 5.13, enabled at boot)"
     if not means.seccomp:
@@ -60,6 +63,7 @@ def enter(mode: str, paths: list[str]) -> Means:
     else:
         _enter_namespaces(means, paths)
     means.first_uid = _choose_uids(means)
+    means.counts_processes = means.first_uid is not None or (means.user_namespace and not is_root)
     return means
 
 
@@ -90,7 +94,7 @@ def lock_down(means: Means, limits: Limits, *, folder: str, address_space_bytes:
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     set_limits(limits, address_space_bytes)
-    if means.first_uid is not None or means.user_namespace:  # else the limit would count all processes of this user
+    if means.counts_processes:  # else the limit would be for all processes of this user
         resource.setrlimit(resource.RLIMIT_NPROC, (limits.num_processes, limits.num_processes))
     kernel.drop_capabilities()
     if means.landlock and means.namespaces:

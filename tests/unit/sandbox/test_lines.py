@@ -12,7 +12,7 @@ from polyturn.sandbox import lines
 from polyturn.sandbox.base import RunResult
 from polyturn.sandbox.confine import Means
 
-FULL = Means(namespaces=True, first_uid=2_000_000_000, landlock=7, seccomp=True)
+FULL = Means(namespaces=True, first_uid=2_000_000_000, counts_processes=True, landlock=7, seccomp=True)
 HELD = {
     "socket": None,
     "reach": None,
