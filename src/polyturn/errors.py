@@ -6,10 +6,12 @@
     │   ├── DataError                          a data file (names file and line)
     │   ├── EnvironmentSetupError              an environment's id, arguments or author code that breaks its contract
     │   ├── ModelError                         a model folder, a tokenizer, a chat template
+    │   ├── IsolationError                     model-written code can't be kept apart here, and `unsafe` was not said
     │   └── MissingDependencyError             an optional package; the message has the install line
     ├── ResourceError                 exit 3   something the run needs was lost
     │   ├── DeadlineError                      a wait passed its deadline
     │   ├── EngineError                        the engine died or refused
+    │   ├── SandboxError                       the sandbox itself broke; a limit its program hit is a result instead
     │   └── WeightSyncError                    a push failed, or the two sides differ
     ├── TrainingError                 exit 4   training must not go on
     │   ├── NonFiniteError                     a loss or a gradient is nan or inf
@@ -55,6 +57,10 @@ class ModelError(UserError):
     """A model, tokenizer or chat template that can't be used."""
 
 
+class IsolationError(UserError):
+    """The machine can't keep model-written code apart, and the recipe does not say `unsafe: true`."""
+
+
 class MissingDependencyError(UserError):
     """An optional package is needed and not installed."""
 
@@ -71,6 +77,10 @@ class DeadlineError(ResourceError):
 
 class EngineError(ResourceError):
     """The engine died, or refused a request."""
+
+
+class SandboxError(ResourceError):
+    """The sandbox broke: its pool died, a fork failed, a remote runner is out of reach. The program is not to blame."""
 
 
 class WeightSyncError(ResourceError):

@@ -59,6 +59,7 @@ def test_the_contract_lists_the_rooms_the_design_promises():
         "processes",
         "config",
         "metrics",
+        "sandbox",
         "data",
         "environments",
         "rendering",

@@ -1,0 +1,41 @@
+"""Who descends from a process, as /proc tells it: whatever leaves its parent is handed to the supervisor, so none gets lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+PATIENCE_S = 30.0
+
+
+def descendants(pid: int) -> set[int]:
+    """Process ids of all that descend from `pid`, the dead that nobody collected included."""
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            parents[int(folder.name)] = int(fields[1])
+    found: set[int] = set()
+    while more := {child for child, parent in parents.items() if parent in found | {pid}} - found:
+        found |= more
+    return found
+
+
+async def gone(pid: int) -> None:
+    """Wait until nothing descends from `pid`. A report is sent a moment before its monitor has ended."""
+    deadline = time.monotonic() + PATIENCE_S
+    while left := descendants(pid):
+        assert time.monotonic() < deadline, f"still there: {left}"
+        await asyncio.sleep(0.01)
+
+
+async def present(pid: int) -> None:
+    """Wait until a program runs under `pid`, the only one: below its monitor there is somebody."""
+    deadline = time.monotonic() + PATIENCE_S
+    while len(descendants(pid)) < 2:
+        assert time.monotonic() < deadline, f"nothing runs under {pid}"
+        await asyncio.sleep(0.01)
