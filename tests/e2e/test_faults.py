@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import transformers
 
 from parts.runs import run_python
+from polyturn.models.load import export_model
 from polyturn.rollouts.record import read_trajectories
 
 EIGHT = ["rollout.group_size=8", "rollout.max_dropped_share=0.2", "evaluation.episodes=0"]
@@ -131,4 +134,17 @@ def test_a_step_that_is_stuck_in_native_code_ends_with_its_exit_code(bench):
         3,
         "polyturn: error: waited 0.3 s for the trainer's step (trainer.step_deadline_s), which is its deadline, and it did not "
         "come\n",
+    )
+
+
+@pytest.mark.parametrize("episodes", [0, 4], ids=["in training", "in evaluation"])
+def test_weights_that_give_nan_end_the_run_at_the_first_token(bench, colours_model, episodes):
+    model = transformers.AutoModelForCausalLM.from_pretrained(colours_model, local_files_only=True)
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    export_model(model, colours_model, bench.folder / "nan")
+    ended = bench("train", f"model.path={bench.folder / 'nan'}", f"evaluation.episodes={episodes}")
+    assert (ended.code, ended.err) == (
+        4,
+        "polyturn: error: a log-probability of the engine is nan or inf: the weights that it samples with are broken\n",
     )

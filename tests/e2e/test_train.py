@@ -9,8 +9,11 @@ import transformers
 from parts.models import same_bits
 from polyturn.config.load import load_recipe
 from polyturn.loop import sync
+from polyturn.rendering.words import TINY_CHAT_TEMPLATE
 from polyturn.rollouts.record import read_trajectories
 from polyturn.types import Turn
+
+CHAT = [{"role": "user", "content": "say red"}]
 
 
 @pytest.fixture
@@ -44,10 +47,9 @@ def test_a_run_leaves_the_folder_that_is_documented(bench, trainers):
     model = transformers.AutoModelForCausalLM.from_pretrained(ended.folder / "export", local_files_only=True).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(ended.folder / "export", local_files_only=True)
     assert same_bits(model.state_dict(), trainer.model.state_dict())
-    chat = [{"role": "user", "content": "say red"}]
-    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     trained = next(read_trajectories(ended.folder / "trajectories" / "step_000001.jsonl"))
-    assert tokenizer.decode(ids) == f"<|user|>{chat[0]['content']}<|end|><|assistant|>"
+    assert tokenizer.decode(ids) == "<|user|>say red<|end|><|assistant|>"
     assert len(ids) == len(trained.turns[0].prompt_ids)
     with torch.no_grad():
         inputs = torch.tensor([ids])
@@ -62,6 +64,21 @@ def test_the_saved_recipe_runs_again_and_says_the_same(bench):
     assert load_recipe(again.folder / "recipe.yaml") == load_recipe(saved)
     told = [line for line in first.out.splitlines() if not line.startswith(("run", "exported", "step="))]
     assert told == [line for line in again.out.splitlines() if not line.startswith(("run", "exported", "step="))]
+
+
+@pytest.mark.parametrize("verb", ["train", "warmstart"])
+def test_what_is_saved_has_the_template_it_was_trained_with(bench, verb):
+    template = bench.folder / "mine.jinja"
+    template.write_text(TINY_CHAT_TEMPLATE.replace("'<|assistant|>'", "'<|assistant|>again '"))
+    words = [f"model.chat_template={template}", "run.steps=1", "evaluation.episodes=0"]
+    out = bench.folder / "warm"
+    if verb == "warmstart":
+        assert bench("warmstart", *words, "--out", str(out), "--steps", "1").code == 0
+    else:
+        out = bench("train", *words).folder / "export"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)
+    ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.decode(ids) == "<|user|>say red<|end|><|assistant|>again "
 
 
 def test_a_second_run_of_a_name_gets_a_folder_of_its_own(bench):

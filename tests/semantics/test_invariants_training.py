@@ -403,6 +403,19 @@ async def test_9_a_dead_background_task_does_not_hang_the_run(bench):
     await nothing_is_waited_for_and_nothing_left(bench, 60)
 
 
+@pytest.mark.parametrize("environment", ["Colours", "AlwaysCrashes"])
+async def test_9_a_run_takes_its_background_tasks_with_it(bench, environment):
+    overrides = [f"environment.id=parts.environments:{environment}", "evaluation.episodes=0"]
+    checked = check(load_recipe(bench.recipe, overrides))
+    with MetricsLog([]) as log:
+        run = await build_run(checked, RunFolder.create(bench.runs, "short"), log, lambda _: None)
+        with contextlib.suppress(TooManyDroppedError):
+            await train(run)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    with pytest.raises(EngineError, match="the hf engine is not started"):
+        await run.engine.generate((5, 6), GREEDY)
+
+
 async def test_9_the_check_would_notice_a_wait_without_a_deadline(bench, monkeypatch):
     monkeypatch.setattr(episode, "deadline", lambda *_: contextlib.nullcontext())
     with pytest.raises(AssertionError, match="the run hangs"):

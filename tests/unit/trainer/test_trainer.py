@@ -159,9 +159,23 @@ def test_dropout_stays_off():
     samples = random_samples()
     calm, noisy = (tiny_model(attention_dropout=rate, attention="eager") for rate in (0.0, 0.5))
     for model in (calm, noisy):
+        trainer = Trainer(model, trainer_settings())
         model.train()
-        Trainer(model, trainer_settings()).train([packed(samples)])
+        trainer.train([packed(samples)])
+        model.train()
+        trainer.forward_backward(packed(samples))
     assert same_bits(snapshot(calm), snapshot(noisy))
+    assert same_bits(gradients(calm), gradients(noisy))
+
+
+def test_a_trajectory_that_was_dropped_leaves_the_others_as_they_were():
+    """`fixed` divides by what was planned: 6 of 8, not by the 6 that are left."""
+    grads = []
+    for planned in (6, 8):
+        model = tiny_model()
+        Trainer(model, trainer_settings()).forward_backward(packed(random_samples(), planned=planned))
+        grads.append(gradients(model))
+    assert largest_gap({name: grad * 8 / 6 for name, grad in grads[1].items()}, grads[0]) < 1e-5
 
 
 def test_weights_are_the_live_ones_and_all_of_them():
