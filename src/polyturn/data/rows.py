@@ -1,45 +1,79 @@
-"""Reads rows of a user's file; what is wrong with one is said with file and line."""
+"""Rows of a user's data, wherever they lie; what is wrong with one is said with file and line."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from polyturn.data.readers import RowFile
+from polyturn.data.records import Record
 from polyturn.errors import DataError
+
+HUB_PREFIX = "hf:"
+
+
+class RowSource(Protocol):
+    """Records to iterate over; afterwards `notes` and `blank_lines` say what was passed over."""
+
+    path: str
+    notes: list[str]
+    blank_lines: int
+
+    @property
+    def shown(self) -> str:
+        """What the source is, in words."""
+
+    def place(self, line: int) -> str:
+        """`file:line`."""
+
+    def __iter__(self) -> Iterator[Record]: ...
+
+
+class ListedRows:
+    """A `RowSource` of rows that come as (place, row) from elsewhere than a file, numbered from 1."""
+
+    def __init__(self, path: str, shown: str, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        self.path = path
+        self.shown = shown
+        self.notes: list[str] = []
+        self.blank_lines = 0
+        self._rows = rows
+        self._places: dict[int, str] = {}
+
+    def place(self, line: int) -> str:
+        """The place that came with the row."""
+        return self._places.get(line, self.path)
+
+    def __iter__(self) -> Iterator[Record]:
+        number = 0
+        for number, (where, row) in enumerate(self._rows, 1):
+            self._places[number] = where
+            yield Record(line=number, row=row)
+        if number == 0:
+            yield Record(line=0, problem="no rows")
+
+
+def open_rows(path: str | Path) -> RowSource:
+    """The rows of a file, or of a hub data set. Raises DataError when there is no such file."""
+    if str(path).startswith(HUB_PREFIX):
+        raise DataError(f"{path} is a data set on the hub, which this version does not read; give a file")
+    return RowFile(path)
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows of a JSONL file as (`file:line`, row). Blank lines are passed over.
+    """Rows as (`file:line`, row). Blank lines are passed over.
 
     Raises:
-        DataError: a missing or empty file, text that is not UTF-8, a line that is not one JSON object.
+        DataError: every line that is no row, a line each, once the rows are through; a missing or empty file.
+        MissingDependencyError: a Parquet file without pyarrow.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise DataError(f"{path} does not exist; give a JSONL file")
-    number = count = 0
-    with file.open("rb") as lines:
-        for number, raw in enumerate(lines, 1):
-            where = f"{path}:{number}"
-            try:
-                text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            except UnicodeDecodeError as error:
-                raise DataError(f"{where}: not UTF-8 (byte {error.start}); save the file as UTF-8") from error
-            if not text:
-                continue
-            count += 1
-            yield where, _row(text, where)
-    if count == 0:
-        raise DataError(f"{path} holds no rows; a JSONL file has one JSON object a line")
-
-
-def _row(text: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); one JSON object a line is needed") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: a {type(row).__name__}, not a JSON object; one JSON object a line is needed")
-    return row
+    source = open_rows(path)
+    problems = []
+    for record in source:
+        if record.row is None:
+            problems.append(f"{source.place(record.line)}: {record.problem}")
+        else:
+            yield source.place(record.line), dict(record.row)
+    if problems:
+        raise DataError("\n".join(problems))
