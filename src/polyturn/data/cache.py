@@ -1,0 +1,136 @@
+"""Tokenised opening messages, kept on disk: named after the file's hash, the transform and the tokenizer.
+
+An entry also holds a digest of the messages it was made from. One that was made from others, whatever the reason, is made
+again: a stale entry is never used. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+from zipfile import BadZipFile
+
+import numpy as np
+import numpy.typing as npt
+
+from polyturn.errors import UserError
+from polyturn.types import Message
+
+Encode: TypeAlias = "Callable[[Sequence[Message]], Sequence[int]]"
+FORMAT = 1
+"""Part of an entry's name: raised when what lies in it changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tokenised:
+    """Ids of many openings laid end to end: opening i is `ids[offsets[i]:offsets[i + 1]]`, empty where `problems` has i."""
+
+    ids: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int64]
+    problems: Mapping[int, str] = field(default_factory=dict)
+    from_cache: bool = False
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int32]:
+        return self.ids[self.offsets[index] : self.offsets[index + 1]]
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each opening."""
+        return np.diff(self.offsets)
+
+
+def tokenise(openings: Sequence[Sequence[Message]], encode: Encode, *, num_workers: int = 1) -> Tokenised:
+    """Encode every opening. What a tokenizer refuses is a problem of that row; `num_workers` threads share the work."""
+    problems: dict[int, str] = {}
+
+    def one(index: int) -> npt.NDArray[np.int32]:
+        try:
+            return np.asarray(encode(openings[index]), dtype=np.int32)
+        except UserError as error:
+            problems[index] = str(error)
+            return np.empty(0, dtype=np.int32)
+
+    if num_workers > 1:
+        with ThreadPoolExecutor(num_workers, thread_name_prefix="tokenise") as pool:
+            rows = list(pool.map(one, range(len(openings))))
+    else:
+        rows = [one(index) for index in range(len(openings))]
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    ids = np.concatenate(rows) if rows else np.empty(0, dtype=np.int32)
+    return Tokenised(ids=ids, offsets=offsets, problems=problems)
+
+
+def file_hash(path: str | Path) -> str:
+    """SHA-256 of a file; of the name for what is no file."""
+    digest = hashlib.sha256()
+    try:
+        with Path(path).open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError:
+        digest.update(str(path).encode())
+    return digest.hexdigest()
+
+
+class TokenCache:
+    """A folder of tokenised files."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+
+    def entry(self, *, file: str, transform: str, tokenizer: str) -> Path:
+        """Where the openings of a file with this hash lie, made by this transform, cut by this tokenizer."""
+        name = hashlib.sha256("\0".join((str(FORMAT), file, transform, tokenizer)).encode()).hexdigest()[:32]
+        return self._folder / f"{name}.npz"
+
+    def tokenised(
+        self, entry: Path, openings: Sequence[Sequence[Message]], encode: Encode, *, num_workers: int = 1
+    ) -> Tokenised:
+        """The entry, made when it is missing, damaged or of other messages. Openings with problems are not kept."""
+        digest = _digest(openings)
+        found = _read(entry, digest)
+        if found is not None:
+            return found
+        made = tokenise(openings, encode, num_workers=num_workers)
+        if not made.problems:
+            _write(entry, made, digest)
+        return made
+
+
+def _digest(openings: Sequence[Sequence[Message]]) -> str:
+    digest = hashlib.sha256()
+    for opening in openings:
+        for message in opening:
+            for part in (message.role, message.content):
+                raw = part.encode("utf-8", "surrogatepass")
+                digest.update(len(raw).to_bytes(8, "big") + raw)
+        digest.update(b"\xff")
+    return digest.hexdigest()
+
+
+def _read(entry: Path, digest: str) -> Tokenised | None:
+    try:
+        with np.load(entry, allow_pickle=False) as arrays:
+            if str(arrays["digest"]) != digest:
+                return None
+            return Tokenised(ids=arrays["ids"], offsets=arrays["offsets"], from_cache=True)
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+        return None
+
+
+def _write(entry: Path, made: Tokenised, digest: str) -> None:
+    """Write an entry, whole or not at all."""
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    draft = entry.with_name(f".{entry.stem}.{os.getpid()}.npz")
+    with draft.open("wb") as file:
+        np.savez(file, ids=made.ids, offsets=made.offsets, digest=np.array(digest))
+    draft.replace(entry)
