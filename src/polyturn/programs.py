@@ -78,9 +78,9 @@ class CodeRunner(Protocol):
 
 
 def program_in(text: str) -> Program:
-    """The program in a reply, by the rule at the top of this module.
+    r"""The program in a reply, by the rule at the top of this module.
 
-    >>> program_in("So:\\n```py\\nx = 1\\n```\\nDone.").code
+    >>> program_in("So:\n```py\nx = 1\n```\nDone.").code
     'x = 1'
     >>> program_in("The function adds a and b.").dress
     'none'
@@ -131,9 +131,9 @@ def looks_like_code(text: str) -> bool:
 
 
 def syntax_problem(code: str) -> str | None:
-    """Why `code` is not valid Python, None when it is.
+    r"""Why `code` is not valid Python, None when it is.
 
-    >>> syntax_problem("def f(:\\n    pass")
+    >>> syntax_problem("def f(:\n    pass")
     'line 1: invalid syntax'
     """
     if len(code) > MOST_CHARACTERS:

@@ -9,7 +9,18 @@ from typing import Literal
 
 Severity = Literal["error", "warning"]
 Kind = Literal[
-    "row", "answer", "code", "tests", "style", "length", "duplicate", "near_duplicate", "conflict", "short", "difficulty", "task"
+    "row",
+    "answer",
+    "code",
+    "tests",
+    "style",
+    "length",
+    "duplicate",
+    "near_duplicate",
+    "conflict",
+    "short",
+    "difficulty",
+    "task",
 ]
 
 

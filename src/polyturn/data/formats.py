@@ -250,7 +250,8 @@ def _messages(given: Sequence[Any], problems: Problems) -> list[Message]:
         if not isinstance(item, Mapping):
             problems.add(MESSAGES, f"{name} is {kind_word(item)}; an object with role and content is needed")
             continue
-        role, content = item.get("role"), item.get("content")
+        role: Any = item.get("role")
+        content: Any = item.get("content")
         if "role" not in item:
             problems.add(MESSAGES, f"{name}.role is missing")
         elif role not in get_args(Role):

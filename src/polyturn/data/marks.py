@@ -16,9 +16,9 @@ _DECIMAL_COMMA = re.compile(r"(?<![\d,])\d+,\d{1,2}(?![\d,])")
 
 
 def final_answer(answer: str) -> str | None:
-    """What follows the last mark, None without a mark.
+    r"""What follows the last mark, None without a mark.
 
-    >>> final_answer("8 * 9 = 72\\n####72")
+    >>> final_answer("8 * 9 = 72\n####72")
     '72'
     """
     _, mark, tail = answer.rpartition(MARK)

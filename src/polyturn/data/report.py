@@ -31,15 +31,17 @@ def summary(report: Report) -> Iterator[str]:
     for name, count in report.formats.most_common():
         yield f"  format: {_format(name)}" + (f" ({count:,} rows)" if len(report.formats) > 1 else "")
     if report.fields:
-        shown = (f"{name} {there:,}" + (f" ({empty:,} empty)" if empty else "") for name, (there, empty) in report.fields.items())
+        shown = (
+            f"{name} {there:,}" + (f" ({empty:,} empty)" if empty else "") for name, (there, empty) in report.fields.items()
+        )
         yield f"  fields: {', '.join(shown)}"
     if report.lengths is not None:
         found = report.lengths
         limit = "" if found.limit is None else f" of {found.limit:,}"
         cached = ", from the cache" if found.from_cache else ""
         yield (
-            f"  opening messages in {found.unit}: mean {found.mean:,.0f}, median {found.median:,.0f}, 95 % under {found.p95:,.0f}, "
-            f"longest {found.longest:,}{limit} (line {found.longest_line}){cached}"
+            f"  opening messages in {found.unit}: mean {found.mean:,.0f}, median {found.median:,.0f}, "
+            f"95 % under {found.p95:,.0f}, longest {found.longest:,}{limit} (line {found.longest_line}){cached}"
         )
     yield from _mix("difficulty", report.difficulty)
     yield from _mix("tags", report.tags)

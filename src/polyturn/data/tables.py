@@ -137,7 +137,9 @@ def _header_problem(header: Sequence[str]) -> str | None:
 
 def _csv_row(header: Sequence[str], cells: Sequence[str], line: int) -> Record:
     if len(cells) != len(header):
-        return Record(line=line, problem=f"{len(cells)} cells, and the first line names {len(header)}; quote a cell with commas")
+        return Record(
+            line=line, problem=f"{len(cells)} cells, and the first line names {len(header)}; quote a cell with commas"
+        )
     row: dict[str, Any] = dict(zip(header, cells, strict=True))
     for name in JSON_CELLS & row.keys():
         if row[name].lstrip()[:1] in ("[", "{"):

@@ -33,7 +33,8 @@ LONG_CHARACTERS = 100_000
 class TaskMaker(Protocol):
     """Makes an environment's opening messages of a row's own fields; raises DataError for a row it can't use."""
 
-    def __call__(self, fields: Mapping[str, Any], where: str) -> Sequence[Message]: ...
+    def __call__(self, fields: Mapping[str, Any], where: str) -> Sequence[Message]:
+        """The opening messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +198,9 @@ def _lengths(checked: Checked, wanted: Wanted) -> None:
             if size > LONG_CHARACTERS:
                 reason = f"about {size:,} characters, far over any usual context: no rollout of it would fit, leave the row out"
                 report.add(line, "warning", "length", reason)
+        too_long = sum(finding.kind == "length" for finding in report.findings)
+        if too_long:
+            report.notes.append(f"{too_long} of {len(openings)} rows are too long for any usual context")
         report.lengths = _summary(characters, [line for line, _ in openings], "characters", None)
         return
     tokenised = wanted.encode_all([opening for _, opening in openings])
