@@ -169,7 +169,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 results.append(asyncio.run(run_arm(arm, seed, args.tokens, args.every, Path(folder), args.threads)))
             print(json.dumps({key: results[-1][key] for key in ("arm", "seed", "steps", "seconds", "curve")}), flush=True)
-    report = {"benchmark": "credit_assignment", "tokens": args.tokens, **describe_machine(), "table": table(results), "runs": results}
+    head = {"benchmark": "credit_assignment", "tokens": args.tokens, **describe_machine()}
+    report = {**head, "table": table(results), "runs": results}
     args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 

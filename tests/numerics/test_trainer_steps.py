@@ -141,13 +141,14 @@ def test_the_first_step_has_ratio_exactly_one(loss):
 def test_one_step_needs_no_extra_forward_and_several_need_one_a_row():
     def forwards(**given: Any) -> int:
         model, count = tiny_model(), 0
+        trainer = Trainer(model, trainer_settings(**given))
 
         def counting(*_: Any) -> None:
             nonlocal count
             count += 1
 
         model.register_forward_hook(counting)
-        Trainer(model, trainer_settings(**given)).train([alone(random_samples())])
+        trainer.train([alone(random_samples())])
         return count
 
     assert forwards() == 6

@@ -63,6 +63,8 @@ from polyturn.advantages.registry import build_estimator
 from polyturn.engine.scripted import ScriptedEngine
 from polyturn.environments.base import StepResult
 from polyturn.errors import EngineError, EnvironmentSetupError
+from polyturn.processes.deadlines import deadline
+from polyturn.rollouts import episode
 from polyturn.rollouts.driver import rollout_groups
 from polyturn.rollouts.episode import Sampling, play, request_seed
 from polyturn.trajectories.assemble import assemble
@@ -102,6 +104,16 @@ def returning(value):
 
 def never_returns(*arguments):
     return asyncio.sleep(FOREVER)
+
+
+@pytest.fixture
+def patient_with_others(monkeypatch):
+    """Short deadlines are for the unlucky sibling only: a busy machine may let the others wait that long."""
+
+    def chosen(seconds, what):
+        return deadline(seconds if f"talk/0/{UNLUCKY}" in what else 60.0, what)
+
+    monkeypatch.setattr(episode, "deadline", chosen)
 
 
 def solved(trajectory: Trajectory) -> bool:
@@ -291,7 +303,7 @@ async def test_12_what_an_environment_should_not_return(name):
 
 
 @pytest.mark.parametrize("method", ["setup", "step", "rewards", "close"])
-async def test_13_a_coroutine_that_never_returns(method):
+async def test_13_a_coroutine_that_never_returns(method, patient_with_others):
     environment = Talk({method: never_returns})
     group = await play_group(player(environment, says(talk_renderer(), "answer(red)"), tool_deadline_s=SHORT_S))
     lost = the_unlucky_one(group)
@@ -299,30 +311,20 @@ async def test_13_a_coroutine_that_never_returns(method):
     assert not other_tasks()
 
 
-async def test_14_a_blocking_tool_that_never_returns():
+async def test_14_a_blocking_tool_that_never_returns(patient_with_others):
     release = threading.Event()
-    engine = says(talk_renderer(), "answer(red)")
+    finished = []
     environment = BlockingTalk({"step": lambda *arguments: release.wait(60)})
-    ticks = 0
-
-    async def tick():
-        nonlocal ticks
-        while True:
-            ticks += 1
-            await asyncio.sleep(0.001)
-
-    ticking = asyncio.create_task(tick())
     try:
-        group = await play_group(player(environment, engine, tool_deadline_s=SHORT_S))
+        chosen = player(environment, says(talk_renderer(), "answer(red)"), tool_deadline_s=SHORT_S)
+        group = await play_group(chosen, on_done=finished.append)
     finally:
         release.set()
-        ticking.cancel()
-        await asyncio.gather(ticking, return_exceptions=True)
     lost = the_unlucky_one(group)
+    # On a loop that is held up, the wait returns instead.
     assert lost.fault.startswith("waited 0.05 s for talk.step")
     assert len(lost.turns) == 1
-    # A loop that is held up for the whole deadline runs this once or twice.
-    assert ticks > 3
+    assert len(finished) == GROUP_SIZE
 
 
 HANGING_TOOL = """
@@ -331,7 +333,8 @@ from semantics.scenes import BlockingTalk, play_group, player, says, talk_render
 
 environment = BlockingTalk({"step": lambda *arguments: threading.Event().wait()})
 group = asyncio.run(play_group(player(environment, says(talk_renderer(), "answer(red)"), tool_deadline_s=0.05)))
-print(sum(trajectory.valid for trajectory in group.trajectories), threading.active_count())
+print(group.trajectories[3].fault)
+print(sum("call step" in thread.name for thread in threading.enumerate()) > 0)
 """
 
 
@@ -347,22 +350,25 @@ def test_15_a_tool_that_hangs_does_not_hold_up_the_exit():
     )
     assert run.returncode == 0, run.stderr
     # The thread is still there when the interpreter is about to end.
-    assert run.stdout.split() == ["7", "2"]
+    assert run.stdout.splitlines() == [
+        "waited 0.05 s for talk.step of talk/0/3, which is its deadline, and it did not come",
+        "True",
+    ]
 
 
-async def test_16_a_trajectory_that_takes_too_long_in_all():
+async def test_16_a_trajectory_that_takes_too_long_in_all(patient_with_others):
     async def slow(state, reply):
         await asyncio.sleep(0.02)
         return StepResult(messages=(Message(role="tool", content="again"),))
 
-    chosen = player(Talk({"step": slow}), says(talk_renderer(), "look(red)", "answer(red)"))
-    chosen = player(chosen.environment, chosen.engine, max_turns=1000, max_trajectory_tokens=10**6, trajectory_deadline_s=0.1)
+    limits = {"max_turns": 1000, "max_trajectory_tokens": 10**6, "trajectory_deadline_s": 0.1}
+    chosen = player(Talk({"step": slow}), says(talk_renderer(), "look(red)", "answer(red)"), **limits)
     lost = the_unlucky_one(await play_group(chosen))
     assert lost.fault == "waited 0.1 s for trajectory talk/0/3, which is its deadline, and it did not come"
     assert lost.turns
 
 
-async def test_17_an_engine_that_does_not_answer_in_time():
+async def test_17_an_engine_that_does_not_answer_in_time(patient_with_others):
     renderer = talk_renderer()
     engine = says(renderer, "look(red)", "answer(red)")
     answer = engine.generate

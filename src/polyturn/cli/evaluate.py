@@ -28,16 +28,18 @@ def run(args: argparse.Namespace) -> int:
     import json
 
     from polyturn.errors import ConfigError
-    from polyturn.loop.build import quiet_libraries
     from polyturn.loop.check import check
-    from polyturn.loop.commands import evaluate_model
 
     for name in ("episodes", "samples"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name}={value}; give 1 or more")
+    checked = check(read_recipe(args), model=args.model)
+
+    from polyturn.loop.build import quiet_libraries
+    from polyturn.loop.commands import evaluate_model
+
     quiet_libraries()
-    checked = check(read_recipe(args))
     say = (lambda _: None) if args.json else print
     results = asyncio.run(evaluate_model(checked, model=args.model, episodes=args.episodes, samples=args.samples, say=say))
     if args.json:

@@ -52,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse, with `section.key=value` allowed after options too, where argparse stops looking for positionals."""
+    """Parse, with `key=value` allowed after options too, where argparse stops looking for positionals."""
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
-    overrides = getattr(args, "overrides", None)
+    overrides = getattr(args, "overrides", getattr(args, "arguments", None))
     strange = rest if overrides is None else [word for word in rest if word.startswith("-") or "=" not in word]
     if strange:
         parser.error(f"unrecognized arguments: {' '.join(strange)}")

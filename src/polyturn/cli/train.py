@@ -40,10 +40,17 @@ def _arithmetic(checked: Checked) -> list[str]:
 
 def _dry_run(checked: Checked) -> int:
     from polyturn.config.resolve import write_resolved
+    from polyturn.errors import ConfigError
 
-    target = Path(checked.recipe.run.output_dir) / f"{checked.recipe.run.name}.resolved.yaml"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_resolved(checked.resolved, target)
+    output_dir = Path(checked.recipe.run.output_dir)
+    target = output_dir / f"{checked.recipe.run.name}.resolved.yaml"
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        write_resolved(checked.resolved, target)
+    except OSError as error:
+        raise ConfigError(
+            f"run.output_dir={output_dir}: can't be written to ({error.strerror}); give another folder"
+        ) from error
     print(f"dry run: everything that can be checked before a model loads is right; resolved recipe: {target}")
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from polyturn.cli.recipe_args import add_recipe, read_recipe
@@ -26,28 +27,43 @@ def register(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check, train on demonstrations, save."""
     import asyncio
-    from pathlib import Path
 
     from polyturn.config.schema import filled
     from polyturn.errors import ConfigError
-    from polyturn.loop.build import quiet_libraries
     from polyturn.loop.check import check
-    from polyturn.loop.commands import warmstart_model
-    from polyturn.loop.warmstart import WarmstartSettings
 
     out = Path(args.out)
     if out.exists():
         raise ConfigError(f"--out={out} exists already; name a new folder, nothing is overwritten")
     if args.steps < 1 or args.demonstrations < 1:
         raise ConfigError(f"--steps={args.steps} --demonstrations={args.demonstrations}; both must be 1 or more")
-    quiet_libraries()
+    if args.learning_rate is not None and not 0 < args.learning_rate < float("inf"):
+        raise ConfigError(f"--learning-rate={args.learning_rate}; give a number above 0")
     checked = check(read_recipe(args))
+
+    from polyturn.loop.build import quiet_libraries
+    from polyturn.loop.commands import warmstart_model
+    from polyturn.loop.warmstart import WarmstartSettings
+
+    quiet_libraries()
     settings = WarmstartSettings(
         max_steps=args.steps,
         demonstrations_per_step=args.demonstrations,
         learning_rate=args.learning_rate or 10 * filled(checked.recipe.trainer.learning_rate),
     )
+    _refuse_unwritable(out)
     result = asyncio.run(warmstart_model(checked, settings, out, say=print))
-    print(f"after {result.steps} steps: nll={result.negative_log_likelihood:.4g} token_accuracy={result.accuracy:.3f}")
+    print(f"after {result.steps} steps: nll={result.negative_log_likelihood:.4g} token_accuracy={result.accuracy.mean:.3f}")
     print(f"model: {out}")
     return 0
+
+
+def _refuse_unwritable(out: Path) -> None:
+    """Raise ConfigError when `out` can't be made, before anything is trained for it."""
+    from polyturn.errors import ConfigError
+
+    try:
+        out.mkdir(parents=True)
+        out.rmdir()
+    except OSError as error:
+        raise ConfigError(f"--out={out} can't be made ({error.strerror}); name another folder") from error

@@ -9,6 +9,7 @@ from typing import Any
 
 KIND_WORDS = {bool: "a truth value", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
 _PYTHON_WORDS = re.compile(r"(None|True|False)\b")
+_CONSTANT = "is no JSON number"
 _LONE = re.compile("[\ud800-\udfff]")
 
 
@@ -62,7 +63,8 @@ class JsonReader:
         except RecursionError:
             raise BadJson("not valid JSON: it is nested too deeply") from None
         except ValueError as error:
-            raise BadJson(f"not valid JSON: {error}") from None
+            reason = str(error) if _CONSTANT in str(error) else "a number of thousands of digits; write it as a string"
+            raise BadJson(f"not valid JSON: {reason}") from None
         problems = [f"the key {key!r} is given twice in one object" for key in dict.fromkeys(self._twice)]
         problems += _surrogates(value) if "\\u" in text else []
         if problems:
@@ -78,7 +80,7 @@ class JsonReader:
 
     @staticmethod
     def _constant(name: str) -> Any:
-        raise ValueError(f"{name} is no JSON number; write null, or leave the field out")
+        raise ValueError(f"{name} {_CONSTANT}; write null, or leave the field out")
 
 
 def _explained(text: str, error: json.JSONDecodeError, cut_off: bool) -> BadJson:
@@ -95,6 +97,8 @@ def _explained(text: str, error: json.JSONDecodeError, cut_off: bool) -> BadJson
     if not text[position:].strip():
         why = "the file looks cut off (no newline at its end)" if cut_off else "a closing brace or bracket is missing"
         return BadJson(f"not valid JSON: it ends too early; {why}", position)
+    if found == "\ufeff":
+        return BadJson("not valid JSON: a byte order mark inside the file; remove it", position)
     if found == "'":
         return BadJson("not valid JSON: single quotes; JSON has double quotes", position)
     word = _PYTHON_WORDS.match(text, position)

@@ -7,7 +7,6 @@ the file as a whole (it is not there, it is a folder) is raised.
 from __future__ import annotations
 
 import gzip
-import io
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,6 +137,8 @@ class RowFile:
         except BadJson:
             return None
         lines = text.count("\n", start, end) + 1
+        if lines == 1:
+            return None
         line = text.count("\n", 0, start) + 1
         if text[end:].strip():
             return Record(line=line, problem=f"the first object goes over {lines} lines; write one object a line")
@@ -180,14 +181,15 @@ class RowFile:
     def _text(self) -> str | None:
         try:
             with self._open() as opened:
-                return io.TextIOWrapper(opened, encoding="utf-8-sig", newline="\n").read()
+                return opened.read().decode("utf-8-sig")
         except UnicodeDecodeError:
             return None
 
     def _nothing(self) -> str:
         if self.num_bytes == 0:
             return "the file is empty: no rows (0 bytes)"
-        return f"no rows in the file: {self.blank_lines} blank lines" if self.blank_lines else "no rows in the file"
+        blank = self.blank_lines
+        return "no rows in the file" + (f": {blank} blank line{'' if blank == 1 else 's'}" if blank else "")
 
 
 def _container(file: Path, start: bytes) -> Container:

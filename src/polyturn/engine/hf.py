@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from polyturn.errors import EngineError
+from polyturn.errors import EngineError, NonFiniteError
 from polyturn.processes.threads import in_thread
 from polyturn.types import Completion, SamplingParams
 
@@ -130,13 +131,17 @@ class HfEngine:
                 if not batch:
                     continue
                 async with self._busy:
+                    if self._broken is not None:
+                        # These were let in before a weight update broke: the weights are mixed now.
+                        self._fail(batch, self._broken)
+                        continue
                     completions = await in_thread(self._generate, batch, self.policy_version)
                 for request, completion in zip(batch, completions, strict=True):
                     if not request.future.done():
                         request.future.set_result(completion)
         except Exception as error:
             self._broken = f"{type(error).__name__}: {error}"
-            self._fail(batch, self._broken)
+            self._fail(batch, self._broken, error if isinstance(error, NonFiniteError) else None)
             self._fail_waiting(self._broken)
         except asyncio.CancelledError:
             self._fail(batch, "the engine was stopped")
@@ -158,10 +163,10 @@ class HfEngine:
         self._fail(waiting, reason)
 
     @staticmethod
-    def _fail(requests: Sequence[_Request], reason: str) -> None:
+    def _fail(requests: Sequence[_Request], reason: str, error: NonFiniteError | None = None) -> None:
         for request in requests:
             if not request.future.done():
-                request.future.set_exception(EngineError(f"the hf engine failed: {reason}"))
+                request.future.set_exception(error or EngineError(f"the hf engine failed: {reason}"))
 
     @torch.inference_mode()
     def _generate(self, batch: Sequence[_Request], version: int) -> list[Completion]:
@@ -227,6 +232,8 @@ def _sample(logits_BV: torch.Tensor, rows: Sequence[_Row]) -> torch.Tensor:
     greedy_B = torch.tensor([row.sampling.temperature == 0 for row in rows], device=logits_BV.device)
     token_B = torch.where(greedy_B, logits_BV.argmax(dim=-1), token_B)
     chosen = logprobs_BV.gather(-1, token_B[:, None])[:, 0].tolist()
+    if not all(map(math.isfinite, chosen)):
+        raise NonFiniteError("a log-probability of the engine is nan or inf: the weights that it samples with are broken")
     for row, token, logprob in zip(rows, token_B.tolist(), chosen, strict=True):
         row.ids.append(token)
         row.logprobs.append(logprob)

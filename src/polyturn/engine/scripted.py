@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from polyturn.errors import EngineError
 from polyturn.types import Completion, SamplingParams
 
 Script = Callable[[tuple[int, ...]], "tuple[int, ...] | Exception"]
@@ -12,7 +13,9 @@ Script = Callable[[tuple[int, ...]], "tuple[int, ...] | Exception"]
 
 
 class ScriptedEngine:
-    """Replies whatever `script` says. Every token gets the same log-probability; the token limit cuts as in any engine."""
+    """Replies whatever `script` says. Every token gets the same log-probability; stop ids and the token limit cut as in any
+    engine. It serves before `start` too, and again after a `stop` once it is started.
+    """
 
     def __init__(self, script: Script, *, logprob: float = -0.5, delay_s: float = 0.0) -> None:
         self.policy_version = 0
@@ -20,18 +23,27 @@ class ScriptedEngine:
         self._script = script
         self._logprob = logprob
         self._delay_s = delay_s
+        self._stopped = False
 
     async def start(self) -> None:
-        """Nothing to start."""
+        """Serve again after a stop."""
+        self._stopped = False
 
     async def generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> Completion:
-        """The script's reply to `prompt_ids`, cut at `sampling.max_tokens`."""
+        """The script's reply to `prompt_ids`, up to a stop id or `sampling.max_tokens`. Raises EngineError as any engine."""
+        if not prompt_ids or sampling.max_tokens < 1:
+            raise EngineError(
+                f"a request needs a prompt and room for a token; got {len(prompt_ids)} ids, max_tokens={sampling.max_tokens}"
+            )
         self.requests.append((prompt_ids, sampling))
         await asyncio.sleep(self._delay_s)
+        if self._stopped:
+            raise EngineError("the scripted engine was stopped")
         reply = self._script(prompt_ids)
         if isinstance(reply, Exception):
             raise reply
-        ids = reply[: sampling.max_tokens]
+        stop = next((place for place, token in enumerate(reply) if token in sampling.stop_ids), len(reply))
+        ids = reply[: min(stop + 1, sampling.max_tokens)]
         return Completion(
             ids=ids,
             engine_logprobs=(self._logprob,) * len(ids),
@@ -40,4 +52,5 @@ class ScriptedEngine:
         )
 
     async def stop(self) -> None:
-        """Nothing to stop."""
+        """Refuse to serve; what is pending gets EngineError when its delay is over."""
+        self._stopped = True

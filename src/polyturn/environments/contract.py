@@ -5,15 +5,16 @@ No model and no tokens are involved: replies are typed in by the check.
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from polyturn.environments.base import Environment, Reply
-from polyturn.errors import EnvironmentSetupError
-from polyturn.types import Message, Task
+from polyturn.environments.calls import call, checked_outcome, checked_step
+from polyturn.errors import EnvironmentSetupError, UserError
+from polyturn.processes.deadlines import deadline
+from polyturn.types import Message, Split, Task, TaskSource
 
 NUM_TASKS = 8
 MAX_TURNS = 64
@@ -52,46 +53,54 @@ class ContractReport:
 async def play_by_hand(environment: Environment, task: Task, replies: Sequence[str], *, repeat: bool = False) -> Episode:
     """Play `replies` in order until the environment is done; `repeat` says the last one again and again.
 
-    Raises whatever the environment raises.
+    Raises whatever the environment raises, DeadlineError, or EnvironmentSetupError for an answer that is none.
     """
-    state = await _call(environment.setup, task)
+    state = await _call(environment, "setup", task)
     transcript, rewards, done = list(task.messages), [], False
     try:
         for turn in range(MAX_TURNS if repeat else len(replies)):
             text = replies[min(turn, len(replies) - 1)]
             transcript.append(Message(role="assistant", content=text))
-            result = await _call(environment.step, state, Reply(text=text))
+            result = checked_step(await _call(environment, "step", state, Reply(text=text)), f"{environment.name}.step")
             rewards.append(result.reward)
             transcript.extend(result.messages)
             done = result.done
             if done:
                 break
-        outcome = dict(await _call(environment.rewards, state))
+        outcome = checked_outcome(await _call(environment, "rewards", state), f"{environment.name}.rewards")
     finally:
-        await _call(environment.close, state)
+        await _call(environment, "close", state)
     return Episode(task=task, transcript=tuple(transcript), turn_rewards=tuple(rewards), outcome=outcome, done=done)
 
 
 async def check_contract(environment: Environment, *, seed: int = 0) -> ContractReport:
     """Hold `environment` to its contract on the first tasks of both splits. An exception is a broken rule, not an error."""
     report = ContractReport()
-    train, held_out = environment.tasks("train", seed), environment.tasks("eval", seed)
-    if train.size == 0:
-        raise EnvironmentSetupError(f"environment {environment.name} has no training tasks")
-    tasks = [source[index] for source in (train, held_out) for index in range(min(NUM_TASKS, source.size or NUM_TASKS))]
-    report.rule("the same index gives the same task", _repeatable(environment, seed))
-    report.rule("held-out tasks do not depend on the seed", _held_out_fixed(environment, seed))
+    tasks: list[Task] = []
+    splits: tuple[Split, ...] = ("train", "eval")
+    for split in splits:
+        try:
+            tasks += _first(environment.tasks(split, seed))
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:
+            report.rule("tasks can be made", f"tasks({split!r}, {seed}) {_raised(error)}")
+            return report
+        if not tasks:
+            raise EnvironmentSetupError(f"environment {environment.name} has no training tasks")
+    report.rule("the same index gives the same task", _problem(_repeatable, environment, seed))
+    report.rule("held-out tasks do not depend on the seed", _problem(_held_out_fixed, environment, seed))
     report.rule("task ids are unique", None if len({task.id for task in tasks}) == len(tasks) else "two tasks share an id")
     longest: Episode | None = None
     problems: dict[str, str | None] = dict.fromkeys(("gold", "empty", "demonstration"))
     for task in tasks:
-        for name in problems:
+        for name in [name for name, problem in problems.items() if problem is None]:
             try:
                 episode = await _scripted(environment, task, name)
-            except Exception as error:
-                problems[name] = problems[name] or f"task {task.id} raised {type(error).__name__}: {error}"
+            except (Exception, SystemExit) as error:
+                problems[name] = f"task {task.id} {_raised(error)}"
                 continue
-            problems[name] = problems[name] or _judge(environment, episode, name)
+            problems[name] = _judge(environment, episode, name)
             if name == "gold" and (longest is None or len(episode.transcript) > len(longest.transcript)):
                 longest = episode
     report.rule("the gold replies score full marks", problems["gold"])
@@ -133,22 +142,40 @@ def _judge(environment: Environment, episode: Episode, name: str) -> str | None:
 
 
 def _repeatable(environment: Environment, seed: int) -> str | None:
-    first, again = environment.tasks("train", seed), environment.tasks("train", seed)
-    count = min(NUM_TASKS, first.size or NUM_TASKS)
-    wrong = next((index for index in range(count) if first[index] != again[index] or first[index] != first[index]), None)
+    source, again = environment.tasks("train", seed), environment.tasks("train", seed)
+    first = _first(source)
+    wrong = next((found for other in (again, source) if (found := _first_difference(first, _first(other))) is not None), None)
     return None if wrong is None else f"training task {wrong} differs when asked for again"
 
 
 def _held_out_fixed(environment: Environment, seed: int) -> str | None:
-    first, other = environment.tasks("eval", seed), environment.tasks("eval", seed + 1)
-    if first.size != other.size:
-        return f"{first.size} tasks with seed {seed}, {other.size} with seed {seed + 1}"
-    wrong = next((index for index in range(min(NUM_TASKS, first.size or NUM_TASKS)) if first[index] != other[index]), None)
+    source, other = environment.tasks("eval", seed), environment.tasks("eval", seed + 1)
+    if source.size != other.size:
+        return f"{source.size} tasks with seed {seed}, {other.size} with seed {seed + 1}"
+    wrong = _first_difference(_first(source), _first(other))
     return None if wrong is None else f"held-out task {wrong} changes with the seed"
 
 
-async def _call(method: Any, *arguments: Any) -> Any:
+def _first(source: TaskSource) -> list[Task]:
+    return [source[index] for index in range(NUM_TASKS if source.size is None else min(NUM_TASKS, source.size))]
+
+
+def _first_difference(one: Sequence[Task], other: Sequence[Task]) -> int | None:
+    return next((index for index, (left, right) in enumerate(zip(one, other, strict=True)) if left != right), None)
+
+
+def _problem(rule: Callable[[Environment, int], str | None], environment: Environment, seed: int) -> str | None:
+    try:
+        return rule(environment, seed)
+    except (Exception, SystemExit) as error:
+        return _raised(error)
+
+
+def _raised(error: BaseException) -> str:
+    return f"raised {type(error).__name__}: {error}"
+
+
+async def _call(environment: Environment, what: str, *arguments: Any) -> Any:
     """Call a method of an environment, coroutine or not, within the check's deadline."""
-    if asyncio.iscoroutinefunction(method):
-        return await asyncio.wait_for(method(*arguments), DEADLINE_S)
-    return method(*arguments)
+    async with deadline(DEADLINE_S, f"{environment.name}.{what}"):
+        return await call(getattr(environment, what), *arguments)

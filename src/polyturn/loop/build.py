@@ -16,8 +16,10 @@ from polyturn.engine.base import Engine
 from polyturn.engine.hf import HfEngine
 from polyturn.environments.base import Environment
 from polyturn.errors import ConfigError, ModelError
-from polyturn.loop.tiny import TINY, ensure_tiny
-from polyturn.models.load import load_model, max_positions, model_folder
+from polyturn.loop.check import chat_template, refuse_short_context
+from polyturn.loop.tiny import ensure_tiny
+from polyturn.models.folder import TINY, max_positions, model_folder
+from polyturn.models.load import load_model
 from polyturn.rendering.renderer import Renderer
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.trainer import Trainer
@@ -55,23 +57,29 @@ async def load_policy(
     """Load `path`, or the recipe's model; `builtin:tiny` is made when the cache doesn't hold it.
 
     Raises:
-        ModelError: not loadable, or its context is shorter than `rollout.max_trajectory_tokens`.
+        ConfigError: a device that isn't there.
+        ModelError: not loadable, not made for its tokenizer, or its context is shorter than `rollout.max_trajectory_tokens`.
     """
+    device = choose_device(recipe.trainer.device)
     if recipe.trainer.threads is not None:
         torch.set_num_threads(recipe.trainer.threads)
     path = path or recipe.model.path
     folder = await ensure_tiny(recipe, environment, say) if path == TINY else model_folder(path)
-    longest = max_positions(folder)
-    if longest is not None and longest < recipe.rollout.max_trajectory_tokens:
-        raise ModelError(
-            f"rollout.max_trajectory_tokens={recipe.rollout.max_trajectory_tokens} exceeds the {longest} positions of {path}; "
-            f"set it to {longest} or less"
-        )
-    template = None if recipe.model.chat_template is None else Path(recipe.model.chat_template)
-    renderer = Renderer.load(folder, chat_template=template)
-    device = choose_device(recipe.trainer.device)
+    refuse_short_context(recipe, path, max_positions(folder))
+    renderer = Renderer.load(folder, chat_template=chat_template(recipe))
     model = load_model(folder, dtype=recipe.model.dtype, attention=recipe.model.attention, device=device)
+    refuse_missing_rows(path, model, renderer.tokenizer.vocab_size)
     return Policy(model=model, folder=folder, renderer=renderer)
+
+
+def refuse_missing_rows(path: str, model: Any, vocab_size: int) -> None:
+    """Raise ModelError when the tokenizer has ids that the model has no embedding for; more embeddings than ids are usual."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if rows < vocab_size:
+        raise ModelError(
+            f"model.path={path} has {rows} embeddings but its tokenizer has ids up to {vocab_size - 1}; they belong to "
+            "different models, or the embeddings were not resized"
+        )
 
 
 def build_engine(recipe: Recipe, model: torch.nn.Module) -> HfEngine:

@@ -1,8 +1,13 @@
-"""Everything that can be refused before a model loads: environment, data, estimator, arithmetic. Needs no torch."""
+"""Everything that can be refused before a model loads: environment, data, estimator, arithmetic, model folder, device.
+
+Needs no torch, so that a mistake is told at once.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from polyturn.advantages.base import Estimator
 from polyturn.advantages.registry import build_estimator
@@ -10,7 +15,11 @@ from polyturn.config.resolve import Resolved, resolve
 from polyturn.config.schema import Recipe
 from polyturn.environments import build_environment
 from polyturn.environments.base import Environment
+from polyturn.errors import ConfigError, ModelError
 from polyturn.loop.tasks import held_out_tasks, load_tasks
+from polyturn.metrics.run_folder import refuse_name
+from polyturn.models.folder import TINY, TINY_POSITIONS, local_folder, max_positions
+from polyturn.rendering.renderer import Renderer
 from polyturn.types import Task, TaskSource
 
 
@@ -30,17 +39,63 @@ class Checked:
         return self.resolved.recipe
 
 
-def check(recipe: Recipe) -> Checked:
-    """Build everything light and resolve the rest.
+def check(recipe: Recipe, *, model: str | None = None) -> Checked:
+    """Build everything light and resolve the rest. `model` is what will be loaded in place of `model.path`.
 
     Raises:
         UserError: the first thing that is wrong, as one sentence (several bad rows: a line each).
     """
+    refuse_name(recipe.run.name)
     environment = build_environment(recipe.environment.id, recipe.environment.args)
     train_tasks = load_tasks(recipe, environment, "train")
     resolved = resolve(recipe, num_train_tasks=train_tasks.size)
     estimator = build_estimator(recipe.algorithm.advantage, recipe.algorithm.advantage_options)
     eval_tasks = held_out_tasks(resolved.recipe, environment)
+    check_model(recipe, environment, model or recipe.model.path)
+    check_device_name(recipe.trainer.device)
     return Checked(
         resolved=resolved, environment=environment, train_tasks=train_tasks, eval_tasks=eval_tasks, estimator=estimator
     )
+
+
+def check_model(recipe: Recipe, environment: Environment, path: str) -> None:
+    """What a model's files say, before anything loads them. A hub id is fetched, and looked at, only when the run starts.
+
+    Raises:
+        ModelError: a folder that isn't there or holds no model, a context that is too short, no usable chat template.
+        EnvironmentSetupError: `builtin:tiny` can't speak the words of this environment.
+    """
+    if path == TINY:
+        environment.vocabulary()
+        refuse_short_context(recipe, path, TINY_POSITIONS)
+        return
+    folder, template = local_folder(path), chat_template(recipe)
+    if folder is not None:
+        refuse_short_context(recipe, path, max_positions(folder))
+        Renderer.load(folder, chat_template=template)
+
+
+def chat_template(recipe: Recipe) -> Path | None:
+    """The template file that replaces the model's own. Raises ModelError when it isn't there."""
+    if recipe.model.chat_template is None:
+        return None
+    path = Path(recipe.model.chat_template).expanduser()
+    if not path.is_file():
+        raise ModelError(f"model.chat_template={path} is not a file; name a Jinja file, or remove it")
+    return path
+
+
+def refuse_short_context(recipe: Recipe, path: str, positions: int | None) -> None:
+    """Raise ModelError when the longest trajectory has more tokens than the model has positions."""
+    longest = recipe.rollout.max_trajectory_tokens
+    if positions is not None and positions < longest:
+        raise ModelError(
+            f"rollout.max_trajectory_tokens={longest} exceeds the {positions} positions of {path}; "
+            f"set it to {positions} or less"
+        )
+
+
+def check_device_name(name: str) -> None:
+    """Raise ConfigError for what is no name of a device. Whether the device is there shows when the run starts."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise ConfigError(f"trainer.device={name!r} is no device; use auto, cpu, cuda or cuda:N")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from polyturn.errors import ConfigError
 from polyturn.loop.build import build_engine, load_policy
-from polyturn.loop.check import Checked
+from polyturn.loop.check import Checked, chat_template
 from polyturn.loop.evaluate import Evaluation, evaluate
 from polyturn.loop.tasks import held_out_tasks
-from polyturn.loop.warmstart import WarmstartResult, WarmstartSettings, warmstart
+from polyturn.loop.warmstart import Accuracy, WarmstartResult, WarmstartSettings, warmstart
 from polyturn.models.load import export_model
 from polyturn.processes.threads import in_thread
 
@@ -52,10 +53,12 @@ async def warmstart_model(
     recipe, environment = checked.recipe, checked.environment
     policy = await load_policy(recipe, environment, say)
 
-    def report(step: int, nll: float, accuracy: float | None) -> None:
+    def report(step: int, nll: float, accuracy: Accuracy | None) -> None:
         if accuracy is not None:
-            say(f"warmstart step={step} nll={nll:.4g} token_accuracy={accuracy:.3f}")
+            say(f"warmstart step={step} nll={nll:.4g} token_accuracy={accuracy.mean:.3f}")
 
-    result = await warmstart(recipe, environment, policy.renderer, policy.model, settings, on_step=report)
-    await in_thread(export_model, policy.model, policy.folder, out)
+    result = await warmstart(
+        recipe, environment, policy.renderer, policy.model, settings, source=checked.train_tasks, on_step=report
+    )
+    await in_thread(partial(export_model, chat_template=chat_template(recipe)), policy.model, policy.folder, out)
     return result

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from polyturn.advantages.base import GroupAdvantages
@@ -21,9 +22,10 @@ from polyturn.data.stream import TaskStream
 from polyturn.engine.base import Engine
 from polyturn.errors import TrainingError
 from polyturn.loop.build import Policy, build_engine_and_bridge, build_trainer, load_policy
-from polyturn.loop.check import Checked
+from polyturn.loop.check import Checked, chat_template
 from polyturn.loop.evaluate import Evaluation, evaluate
 from polyturn.loop.step import BatchReport, DropGuard, build_batches, make_groups, player_for
+from polyturn.loop.tasks import authors_code
 from polyturn.metrics.run_folder import RunFolder
 from polyturn.metrics.sinks import MetricsLog
 from polyturn.metrics.spans import Spans
@@ -112,14 +114,17 @@ async def train(run: Run) -> Outcome:
             after = await evaluate_now(run, step=steps)
     finally:
         await run.engine.stop()
-    await in_thread(export_model, run.trainer.model, run.policy.folder, run.folder.export)
+    await in_thread(
+        partial(export_model, chat_template=chat_template(recipe)), run.trainer.model, run.policy.folder, run.folder.export
+    )
     return Outcome(before=before, after=after, folder=run.folder.root, export=run.folder.export)
 
 
 async def train_step(run: Run, step: int) -> None:
     """One training step, exactly the arrows at the top of this page."""
     recipe, spans, start = run.checked.recipe, run.spans, time.perf_counter()
-    tasks = run.stream.take(recipe.rollout.groups_per_step)
+    with authors_code(f"a training task of {run.checked.environment.name}"):
+        tasks = run.stream.take(recipe.rollout.groups_per_step)
     player = player_for(recipe, run.checked.environment, run.policy.renderer, run.engine, f"train/{step}")
     with spans.span("rollout"):
         groups = await make_groups(recipe, player, tasks)

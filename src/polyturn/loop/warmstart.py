@@ -20,6 +20,7 @@ from polyturn.engine.scripted import ScriptedEngine
 from polyturn.environments.base import Environment
 from polyturn.errors import EnvironmentSetupError
 from polyturn.loop.step import player_for
+from polyturn.loop.tasks import authors_code
 from polyturn.processes.threads import in_thread
 from polyturn.rendering.renderer import Renderer
 from polyturn.rollouts.episode import play
@@ -46,8 +47,9 @@ SUPERVISED = LossOptions(
 class WarmstartSettings:
     """How long, how fast, and when it is enough.
 
-    `target_accuracy` is checked every `check_every` steps; once it is reached, `cooldown_steps` more at a third of the
-    learning rate, falling to 0, take the noise of the high rate out of the weights.
+    `target_accuracy`, and `target_worst` for the worst of the counted tokens, are checked every `check_every` steps; once
+    both are reached, `cooldown_steps` more at a third of the learning rate, falling to 0, take the noise of the high rate out
+    of the weights.
     """
 
     max_steps: int = 200
@@ -55,8 +57,20 @@ class WarmstartSettings:
     demonstrations_per_step: int = 64
     learning_rate: float = 3e-4
     target_accuracy: float | None = None
+    target_worst: float = 0.0
     check_every: int = 10
     held_out: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Chance that a token comes out right when sampled at temperature 1: mean over the distinct tokens, and the worst one's.
+
+    Every distinct token weighs the same, so that a rare word that was not learned shows as much as a common one.
+    """
+
+    mean: float
+    worst: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +93,10 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmstartResult:
-    """Where a warm start ended. `accuracy` is the chance that a counted token comes out right when sampled."""
+    """Where a warm start ended. See Accuracy."""
 
     steps: int
-    accuracy: float
+    accuracy: Accuracy
     negative_log_likelihood: float
 
 
@@ -93,32 +107,41 @@ async def warmstart(
     model: torch.nn.Module,
     settings: WarmstartSettings,
     *,
+    source: TaskSource | None = None,
     counted_ids: frozenset[int] | None = None,
-    on_step: Callable[[int, float, float | None], None] | None = None,
+    on_step: Callable[[int, float, Accuracy | None], None] | None = None,
 ) -> WarmstartResult:
     """Train `model` on demonstrations until `target_accuracy` or `max_steps`.
 
     Args:
         recipe: limits and row budget.
-        environment: gives tasks and demonstrations.
+        environment: gives demonstrations.
         renderer: of the model.
         model: trained in place.
         settings: see WarmstartSettings.
+        source: tasks to demonstrate; the environment's own when None.
         counted_ids: tokens that `accuracy` looks at; all of them when None.
         on_step: called with step, negative log-likelihood per token, and accuracy where it was checked.
 
     Raises:
-        EnvironmentSetupError: a demonstration did not play to its end.
+        EnvironmentSetupError: there are no tasks, or a demonstration did not play to its end.
     """
-    source = environment.tasks("train", recipe.run.seed)
-    held_out = await _batch(recipe, environment, renderer, _tasks(source, 0, settings.held_out))
+    if source is None:
+        with authors_code(f"{environment.name}.tasks"):
+            source = environment.tasks("train", recipe.run.seed)
+    if source.size == 0:
+        raise EnvironmentSetupError(f"environment {environment.name} has no training tasks of its own to demonstrate")
+    # Of few tasks a quarter is held out; of fewer than four, none, and accuracy is that on what was trained.
+    aside = settings.held_out if source.size is None else min(settings.held_out, source.size // 4)
+    held_out = await _batch(recipe, environment, renderer, _tasks(source, 0, aside or 1))
     first, last = Phase(settings.max_steps, settings.learning_rate), Phase(settings.cooldown_steps, settings.learning_rate / 3)
-    accuracy, nll, done = 0.0, float("nan"), 0
+    accuracy, nll, done = Accuracy(0.0, 0.0), float("nan"), 0
     for phase, target in ((first, settings.target_accuracy), (last, None)):
         trainer = Trainer(model, phase.trainer_settings("constant" if phase is first else "linear"))
         for step in range(1, phase.steps + 1):
-            start = settings.held_out + done * settings.demonstrations_per_step
-            batch = await _batch(recipe, environment, renderer, _tasks(source, start, settings.demonstrations_per_step))
+            start = done * settings.demonstrations_per_step
+            tasks = _tasks(source, start, settings.demonstrations_per_step, aside=aside)
+            batch = await _batch(recipe, environment, renderer, tasks)
             metrics = await in_thread(trainer.train, [batch])
             done, nll = done + 1, -metrics["logprob"]
             checked = None
@@ -126,17 +149,14 @@ async def warmstart(
                 accuracy = checked = await in_thread(token_accuracy, model, held_out, counted_ids)
             if on_step is not None:
                 on_step(done, nll, checked)
-            if target is not None and checked is not None and checked >= target:
+            if target is not None and checked is not None and checked.mean >= target and checked.worst >= settings.target_worst:
                 break
     return WarmstartResult(steps=done, accuracy=accuracy, negative_log_likelihood=nll)
 
 
 @torch.inference_mode()
-def token_accuracy(model: torch.nn.Module, batch: TrainBatch, counted_ids: frozenset[int] | None) -> float:
-    """Chance that a trained token comes out right when sampled at temperature 1: the mean over the distinct tokens counted.
-
-    Every distinct token weighs the same, so that a rare word that was not learned shows as much as a common one.
-    """
+def token_accuracy(model: torch.nn.Module, batch: TrainBatch, counted_ids: frozenset[int] | None) -> Accuracy:
+    """Accuracy of the trained tokens of `batch`, or of those among `counted_ids`; 0 when there are none."""
     device = next(model.parameters()).device
     rows = [to_tensors(row, device) for row in batch.rows]
     targets = torch.cat([row.targets_N for row in rows])
@@ -146,7 +166,7 @@ def token_accuracy(model: torch.nn.Module, batch: TrainBatch, counted_ids: froze
         targets, probs = targets[counted], probs[counted]
     _, kind, count = torch.unique(targets, return_inverse=True, return_counts=True)
     right = torch.zeros(len(count), device=device).index_add(0, kind, probs) / count
-    return float(right.mean()) if len(count) else 0.0
+    return Accuracy(float(right.mean()), float(right.min())) if len(count) else Accuracy(0.0, 0.0)
 
 
 async def demonstrate(
@@ -169,7 +189,9 @@ async def _batch(recipe: Recipe, environment: Environment, renderer: Renderer, t
     samples = []
     for task in tasks:
         rng = random.Random(f"demonstration/{recipe.run.seed}/{task.id}")
-        trajectory = await demonstrate(recipe, environment, renderer, task, environment.demonstrations(task, rng))
+        with authors_code(f"{environment.name}.demonstrations of task {task.id}"):
+            replies = environment.demonstrations(task, rng)
+        trajectory = await demonstrate(recipe, environment, renderer, task, replies)
         if not trajectory.valid or trajectory.end_reason != "done":
             raise EnvironmentSetupError(
                 f"a demonstration of {environment.name} for task {task.id} did not play to its end "
@@ -179,6 +201,8 @@ async def _batch(recipe: Recipe, environment: Environment, renderer: Renderer, t
     return pack(samples, row_tokens=filled(recipe.trainer.row_tokens), planned_trajectories=len(tasks))
 
 
-def _tasks(source: TaskSource, first: int, count: int) -> list[Task]:
+def _tasks(source: TaskSource, first: int, count: int, *, aside: int = 0) -> list[Task]:
+    """`count` tasks from number `first` on, beginning anew at the end, and never one of those set aside at the start."""
     size = source.size
-    return [source[(first + offset) if size is None else (first + offset) % size] for offset in range(count)]
+    numbers = range(first, first + count)
+    return [source[aside + (number if size is None else number % (size - aside))] for number in numbers]

@@ -31,8 +31,7 @@ class RunFolder:
 
         Raises ConfigError when `name` is no plain folder name, or `output_dir` can't be written to.
         """
-        if not name or name in (".", "..") or any(letter in name for letter in "/\\\0"):
-            raise ConfigError(f"run.name={name!r} is no folder name; give one without slashes, such as lookup")
+        refuse_name(name)
         parent = Path(output_dir)
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -80,3 +79,9 @@ class RunFolder:
     def trajectories_of(self, step: int) -> Path:
         """File of one step's trajectories; sorting the names sorts the steps."""
         return self.trajectories / f"step_{step:06d}.jsonl"
+
+
+def refuse_name(name: str) -> None:
+    """Raise ConfigError when `name` is no plain folder name."""
+    if not name or name in (".", "..") or any(letter in name for letter in "/\\\0"):
+        raise ConfigError(f"run.name={name!r} is no folder name; give one without slashes, such as lookup")

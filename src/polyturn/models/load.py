@@ -1,8 +1,7 @@
-"""Loads a policy from a folder or a hub id, and exports one."""
+"""Loads a policy from its folder, and exports one."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,58 +19,41 @@ _TOKENIZER_FILES = (
 )
 
 
-def model_folder(path: str) -> Path:
-    """The local folder of `path`: itself when it is one, else the hub id's folder in the local cache or from the hub.
+def load_model(folder: Path, *, dtype: str, attention: str, device: torch.device) -> torch.nn.Module:
+    """The causal language model of `folder`, on `device`.
 
     Raises:
-        ModelError: neither a folder with a config.json nor an id the hub can give.
+        ModelError: transformers can't load it, or its files lack weights, which transformers would make up at random.
     """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelError(f"model.path={path} has no config.json; give a folder that transformers' save_pretrained wrote")
-        return folder
-    if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ModelError(f"model.path={path} does not exist; give a folder, a hub id such as owner/name, or builtin:tiny")
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.jinja", "*.safetensors", "*.model"]
-    try:
-        return Path(snapshot_download(path, allow_patterns=patterns, local_files_only=True))
-    except Exception:
-        pass  # not in the cache yet: ask the hub
-    try:
-        return Path(snapshot_download(path, allow_patterns=patterns))
-    except Exception as error:
-        raise ModelError(
-            f"model.path={path} is neither a folder here nor in the local hub cache, and the hub did not give it: {error}"
-        ) from error
-
-
-def load_model(folder: Path, *, dtype: str, attention: str, device: torch.device) -> torch.nn.Module:
-    """The causal language model of `folder`, on `device`. Raises ModelError when transformers can't load it."""
     from transformers import AutoModelForCausalLM
 
     try:
-        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), attn_implementation=attention, local_files_only=True
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), attn_implementation=attention, local_files_only=True, output_loading_info=True
         )
     except Exception as error:
         raise ModelError(f"transformers could not load {folder}: {type(error).__name__}: {error}") from error
-    return model.to(device)
+    model, info = loaded
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"the files of {folder} lack {len(missing)} weights of a {type(model).__name__}, first {missing[0]}; fetch the "
+            "model again, or name one that was saved whole"
+        )
+    moved: torch.nn.Module = model.to(device)
+    return moved
 
 
-def export_model(model: Any, source: Path, target: Path) -> None:
-    """Write an ordinary transformers folder: weights and config of `model`, tokenizer and chat template of `source`."""
+def export_model(model: Any, source: Path, target: Path, *, chat_template: Path | None = None) -> None:
+    """Write an ordinary transformers folder: weights and config of `model`, tokenizer and chat template of `source`.
+
+    A `chat_template` that the policy was trained with instead of its own takes that one's place.
+    """
     target.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(target, safe_serialization=True)
     for name in _TOKENIZER_FILES:
         if (source / name).is_file() and source != target:
             shutil.copyfile(source / name, target / name)
-
-
-def max_positions(folder: Path) -> int | None:
-    """Longest context the model's config allows, None where it doesn't say."""
-    config = json.loads((folder / "config.json").read_text())
-    value = config.get("max_position_embeddings")
-    return int(value) if value else None
+    if chat_template is not None:
+        (target / "chat_template.json").unlink(missing_ok=True)
+        shutil.copyfile(chat_template, target / "chat_template.jinja")

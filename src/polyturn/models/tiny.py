@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-MAX_POSITIONS = 2048
+from polyturn.models.folder import TINY_POSITIONS
 
 
 def build_tiny(*, vocab_size: int, eos_id: int, pad_id: int, seed: int) -> LlamaForCausalLM:
@@ -17,7 +17,7 @@ def build_tiny(*, vocab_size: int, eos_id: int, pad_id: int, seed: int) -> Llama
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=MAX_POSITIONS,
+        max_position_embeddings=TINY_POSITIONS,
         tie_word_embeddings=True,
         eos_token_id=eos_id,
         bos_token_id=None,

@@ -18,7 +18,7 @@ from typing import Any
 from polyturn.engine.base import Engine
 from polyturn.environments.base import Environment, Reply, StepResult
 from polyturn.environments.calls import call, checked_outcome, checked_step
-from polyturn.errors import DeadlineError, EngineError, EnvironmentSetupError, PolyturnError, ResourceError
+from polyturn.errors import DeadlineError, EngineError, EnvironmentSetupError, PolyturnError, ResourceError, TrainingError
 from polyturn.processes.deadlines import deadline
 from polyturn.rendering.renderer import Conversation, Renderer
 from polyturn.rollouts.barrier import TurnBarrier
@@ -74,7 +74,11 @@ def request_seed(*parts: object) -> int:
 
 
 async def play(player: Player, task: Task, sibling: int, barrier: TurnBarrier | None = None) -> Trajectory:
-    """Play `task` once. Always returns a trajectory, faults included; raises only what must end the run (ResourceError)."""
+    """Play `task` once. Always returns a trajectory, faults included.
+
+    Raises:
+        ResourceError, TrainingError: what must end the run.
+    """
     episode = _Episode(player, task, sibling, barrier)
     limit_s = player.limits.trajectory_deadline_s
     try:
@@ -84,7 +88,7 @@ async def play(player: Player, task: Task, sibling: int, barrier: TurnBarrier | 
         episode.fault(str(error))
     except Fault as fault:
         episode.fault(str(fault))
-    except ResourceError:
+    except (ResourceError, TrainingError):
         raise
     except Exception as error:
         # Ours, or the chat template's: one trajectory is lost, and the log says where.

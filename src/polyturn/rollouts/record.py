@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def from_json(row: Mapping[str, Any]) -> Trajectory:
                 continues=turn["continues"],
                 prompt_ids=tuple(turn["prompt_ids"]),
                 completion_ids=tuple(turn["completion_ids"]),
-                engine_logprobs=tuple(turn["engine_logprobs"]),
+                engine_logprobs=tuple(math.nan if value is None else value for value in turn["engine_logprobs"]),
                 policy_versions=tuple(turn["policy_versions"]),
                 stop_reason=turn["stop_reason"],
                 text=turn["text"],
@@ -91,21 +92,26 @@ def from_json(row: Mapping[str, Any]) -> Trajectory:
 
 
 def write_trajectories(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows of `to_json` as JSON lines, complete or not at all."""
+    """Write rows of `to_json` as JSON lines, complete or not at all.
+
+    What JSON can't say never ends a run: nan and inf become null, and objects in a task's `info` their text.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(path.suffix + ".partial")
     with partial.open("w", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n")
+            file.write(_line(row) + "\n")
     partial.replace(path)
 
 
 def read_trajectories(path: Path) -> Iterator[Trajectory]:
     """Trajectories of a file that `write_trajectories` wrote. Raises DataError with file and line."""
-    with path.open(encoding="utf-8") as file:
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; give a file of recorded trajectories")
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode())
                 if row.get("format") != FORMAT:
                     raise DataError(
                         f"{path}:{number}: trajectory format {row.get('format')!r} is not {FORMAT}, the one this version reads"
@@ -113,6 +119,36 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
                 yield from_json(row)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(f"{path}:{number}: not a recorded trajectory ({type(error).__name__}: {error})") from error
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    try:
+        text = _dump(row, ensure_ascii=False)
+    except (TypeError, ValueError):
+        row = _plain(row)
+        text = _dump(row, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, as Python reads odd bytes: JSON can spell it
+        text = _dump(row, ensure_ascii=True)
+    return text
+
+
+def _dump(row: Mapping[str, Any], *, ensure_ascii: bool) -> str:
+    return json.dumps(row, ensure_ascii=ensure_ascii, allow_nan=False, separators=(",", ":"))
+
+
+def _plain(value: Any) -> Any:
+    """`value` in the types that JSON has."""
+    if hasattr(value, "tolist"):  # numpy
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
 def _message(message: Message) -> dict[str, str]:

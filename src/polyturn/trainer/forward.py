@@ -11,7 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from polyturn.errors import ModelError
 from polyturn.types import PackedRow
+
+_PROBE_TOKENS = 6
+_MOST_LEAK = 0.01
+"""Share of the effect of a sample's first token on its later ones that another sample may have; usually exactly 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,3 +79,34 @@ def trained_logprobs(model: Any, row: RowTensors) -> tuple[torch.Tensor, torch.T
     with torch.no_grad():
         entropy_N = -(all_logprobs_NV.exp() * all_logprobs_NV).sum(-1)
     return logprobs_N, entropy_N
+
+
+@torch.no_grad()
+def refuse_mixed_samples(model: Any) -> None:
+    """Raise ModelError unless `model` keeps the samples of a row apart, tried on a row of two.
+
+    Not every architecture of transformers reads positions that restart as a new sample: some attend across, some carry a
+    state over. Training on such rows would go wrong without a sign.
+    """
+    device, vocab = next(model.parameters()).device, model.get_input_embeddings().weight.shape[0]
+    ids_T = torch.arange(2 * _PROBE_TOKENS, device=device) % vocab
+    position_ids = torch.arange(_PROBE_TOKENS, device=device).repeat(2)[None]
+    keep = torch.arange(_PROBE_TOKENS + 1, 2 * _PROBE_TOKENS, device=device)
+
+    def after_its_first_token(changed: int | None) -> torch.Tensor:
+        ids = ids_T.clone()
+        if changed is not None:
+            ids[changed] = (ids[changed] + vocab // 2) % vocab
+        out = model(input_ids=ids[None], position_ids=position_ids, attention_mask=None, use_cache=False, logits_to_keep=keep)
+        logits: torch.Tensor = out.logits[0].float()
+        return logits
+
+    plain = after_its_first_token(None)
+    leak = (after_its_first_token(_PROBE_TOKENS - 1) - plain).abs().max()
+    own = (after_its_first_token(_PROBE_TOKENS) - plain).abs().max()
+    if leak > _MOST_LEAK * own:
+        kind = getattr(model.config, "model_type", type(model).__name__)
+        raise ModelError(
+            f"models of type {kind} let the samples of a packed row see each other (they ignore position_ids that restart), so "
+            "training on them would be wrong; choose a model of another architecture, such as Llama, Mistral or Qwen3"
+        )

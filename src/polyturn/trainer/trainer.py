@@ -19,7 +19,7 @@ from polyturn.losses.base import LossInputs, LossResult, combined_metrics, requi
 from polyturn.losses.policy import needs_whole_segments, policy_loss
 from polyturn.losses.ratio import segment_log_ratio
 from polyturn.losses.sampler import sampler_weights
-from polyturn.trainer.forward import RowTensors, to_tensors, trained_logprobs
+from polyturn.trainer.forward import RowTensors, refuse_mixed_samples, to_tensors, trained_logprobs
 from polyturn.trainer.optimizer import build_optimizer, learning_rate_at
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.types import TrainBatch
@@ -63,14 +63,16 @@ class _Record:
 class Trainer:
     """Owns the policy being trained. `version` counts batches trained on: the version that a push would carry.
 
-    `reference` is the frozen policy of the KL term; without one `settings.loss.beta` must be 0.
+    `reference` is the frozen policy of the KL term; without one `settings.loss.beta` must be 0. Raises ModelError for an
+    architecture that can't be trained on packed rows.
     """
 
     def __init__(
         self, model: torch.nn.Module, settings: TrainerSettings, *, reference: torch.nn.Module | None = None, version: int = 0
     ) -> None:
         assert reference is not None or settings.loss.beta == 0, "a KL term needs a reference"
-        self.model = model
+        self.model = model.eval()
+        refuse_mixed_samples(self.model)
         self._reference = reference.eval() if reference is not None else None
         self.settings = settings
         self.version = version

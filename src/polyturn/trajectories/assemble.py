@@ -58,6 +58,13 @@ def assemble(trajectory: Trajectory, turn_advantages: Sequence[float], *, temper
         raise SampleError(f"{trajectory.id}: {len(turn_advantages)} advantages for {len(trajectory.turns)} turns")
     rows: list[_Row] = []
     for index, (turn, advantage) in enumerate(zip(trajectory.turns, turn_advantages, strict=True)):
+        lengths = (len(turn.completion_ids), len(turn.engine_logprobs), len(turn.policy_versions))
+        if len(set(lengths)) != 1:
+            # Checked by turn: one too few here and one too many there would leave a sample of the right length.
+            raise SampleError(
+                f"{trajectory.id}: turn {index} has {lengths[0]} sampled ids, {lengths[1]} log-probabilities and "
+                f"{lengths[2]} policy versions; the engine must give one each a token"
+            )
         if index == 0 or not turn.continues:
             rows.append(_Row())
         rows[-1].read(turn.prompt_ids)

@@ -9,6 +9,9 @@ import torch
 
 from polyturn.errors import WeightSyncError
 
+_CHUNK_WORDS = 1 << 22
+"""Words of a tensor that are summed at once: a checksum takes little memory, however large the tensor."""
+
 
 class WeightTarget(Protocol):
     """An engine, as a bridge sees it."""
@@ -50,12 +53,21 @@ def check_coverage(source: Mapping[str, torch.Tensor], target: Mapping[str, torc
 
 def checksum(tensor: torch.Tensor) -> int:
     """A 64-bit sum over the bits of a tensor, weighted by place, so that swapped or changed values show."""
-    size = tensor.element_size()
-    words = (
-        tensor.detach().contiguous().reshape(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
-    )
-    place = torch.arange(1, words.numel() + 1, dtype=torch.int64, device=words.device)
-    return int((words.to(torch.int64) * (place * 2654435761 % 4294967291)).sum())
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[tensor.element_size()]
+    flat = tensor.detach().contiguous().reshape(-1).view(words)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, flat.numel(), _CHUNK_WORDS):
+        chunk = flat[start : start + _CHUNK_WORDS].to(torch.int64)
+        total += chunk.mul_(_place_weights(start, len(chunk), chunk.device)).sum()
+    return int(total)
+
+
+def _place_weights(start: int, count: int, device: torch.device) -> torch.Tensor:
+    """An odd number for each place, with no pattern between places: no change of one word, and no swap, adds up to nothing."""
+    place = torch.arange(start + 1, start + 1 + count, dtype=torch.int64, device=device)
+    place.mul_(-7046029254386353131)
+    place.bitwise_xor_(place >> 31).mul_(-4658895280553007687)
+    return place.bitwise_xor_(place >> 29).bitwise_or_(1)
 
 
 def check_equal(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], version: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from polyturn.errors import WeightSyncError
+from polyturn.errors import PolyturnError, WeightSyncError
 from polyturn.processes.deadlines import deadline
 from polyturn.weight_sync.base import WeightTarget, check_coverage, check_equal
 
@@ -32,8 +32,13 @@ class InProcessBridge:
         """See `WeightBridge.push`."""
         weights = self._source()
         check_coverage(weights, self._target.named_weights())
-        async with deadline(self._deadline_s, f"weight push {version} to the engine in this process"):
-            confirmed = await self._target.update_weights(weights, version)
+        try:
+            async with deadline(self._deadline_s, f"weight push {version} to the engine in this process"):
+                confirmed = await self._target.update_weights(weights, version)
+        except PolyturnError:
+            raise
+        except Exception as error:
+            raise WeightSyncError(f"weight push {version} failed: {type(error).__name__}: {error}") from error
         if confirmed != version:
             raise WeightSyncError(f"weight push {version} was not confirmed: the engine serves version {confirmed}")
         if self._pushes % self._verify_every == 0:

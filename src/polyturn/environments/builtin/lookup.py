@@ -91,7 +91,7 @@ class Lookup(Environment):
         *,
         level: Level = "chain",
         max_hops: int = 4,
-        dead_end_share: float = 0.05,
+        dead_end_share: float = 0.03,
         turn_reward: float = 0.1,
         instructions: bool = True,
     ) -> None:
@@ -216,7 +216,8 @@ class Lookup(Environment):
             replies.append(f"lookup({name})")
             if record.value is not None:
                 return [*replies, f"answer({record.value})"]
-            open_names.extend(rng.sample(record.next, len(record.next)))
+            # Always the first pointer first: which one leads on is luck, and a choice that can't be told can't be copied.
+            open_names.extend(reversed(record.next))
             if open_names and rng.random() < GIVE_UP_SHARE:
                 break
         return [*replies, "answer(none)"]

@@ -1,0 +1,359 @@
+"""Every environment keeps its contract, and `check_contract` finds each way in which one doesn't."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from itertools import count
+
+import pytest
+
+from polyturn.environments import contract
+from polyturn.environments.base import Environment, StepResult, TaskList
+from polyturn.environments.builtin.lookup import Lookup
+from polyturn.environments.contract import ContractReport, check_contract, play_by_hand, show
+from polyturn.environments.registry import BUILTIN, environment_class
+from polyturn.errors import EnvironmentSetupError
+from polyturn.types import Message, Task
+from semantics.scenes import FOREVER
+
+RULES = [
+    "the same index gives the same task",
+    "held-out tasks do not depend on the seed",
+    "task ids are unique",
+    "the gold replies score full marks",
+    "empty replies do not score full marks",
+    "a demonstration plays to its end",
+]
+
+
+class Twice(Environment):
+    """Say the word twice, in two turns. The smallest environment with turns."""
+
+    name = "twice"
+    num_tasks = 5
+
+    def tasks(self, split, seed):
+        start = 0 if split == "eval" else 100 * (seed + 1)
+        return TaskList([self.task(f"{split}/{start + index}", "abcde"[index]) for index in range(self.num_tasks)])
+
+    def task(self, task_id, word):
+        return Task(id=task_id, environment=self.name, messages=(Message(role="user", content=word),), answer=word)
+
+    async def setup(self, task):
+        return {"word": task.answer, "said": []}
+
+    async def step(self, state, reply):
+        state["said"].append(reply.text)
+        right = reply.text == state["word"]
+        return StepResult(messages=(Message(role="tool", content="again"),), reward=0.5 * right, done=len(state["said"]) == 2)
+
+    async def rewards(self, state):
+        return {"said": float(state["said"] == [state["word"]] * 2)}
+
+    def gold(self, task):
+        return [task.answer, task.answer]
+
+
+class Endless(Twice):
+    """Tasks without end, in both splits."""
+
+    def tasks(self, split, seed):
+        environment = self
+
+        class Source:
+            size = None
+
+            def __getitem__(self, index):
+                return environment.task(f"{split}/{seed if split == 'train' else ''}/{index}", "abcde"[index % 5])
+
+        return Source()
+
+
+class Blocking(Twice):
+    """Methods that are no coroutines."""
+
+    def setup(self, task):
+        return {"word": task.answer, "said": []}
+
+    def step(self, state, reply):
+        state["said"].append(reply.text)
+        return StepResult(done=len(state["said"]) == 2)
+
+    def rewards(self, state):
+        return {"said": float(state["said"] == [state["word"]] * 2)}
+
+
+def lookups():
+    for level, most in (("chain", 12), ("maze", 4)):
+        for hops in (1, 3, most):
+            for share in (0.0, 0.5, 1.0) if level == "chain" else (0.1,):
+                yield Lookup(level=level, max_hops=hops, dead_end_share=share)
+
+
+GOOD = [*lookups(), Twice(), Endless(), Blocking()]
+
+
+def test_every_builtin_environment_is_held_to_the_contract():
+    assert {environment_class(name) for name in BUILTIN} <= {type(environment) for environment in GOOD}
+
+
+@pytest.mark.parametrize("environment", GOOD, ids=lambda e: f"{e.name}-{type(e).__name__}")
+@pytest.mark.parametrize("seed", [0, 1])
+async def test_environments_keep_their_contract(environment, seed):
+    report = await check_contract(environment, seed=seed)
+    assert report.failed == []
+    assert report.passed == RULES
+    assert report.shown is not None
+    assert report.shown.done
+
+
+async def failures(environment: Environment) -> dict[str, str]:
+    report: ContractReport = await check_contract(environment)
+    assert len(report.passed) + len(report.failed) == len(RULES)
+    return dict(line.split(": ", 1) for line in report.failed)
+
+
+def made(**changes) -> Environment:
+    """The environment above with other methods."""
+    return type("Broken", (Twice,), changes)()
+
+
+def fails(error):
+    def method(self, *arguments):
+        raise error
+
+    return method
+
+
+async def fails_later(self, *arguments):
+    raise ConnectionError("the pool is gone")
+
+
+# ── each rule, broken ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_gold_that_does_not_score():
+    found = await failures(made(gold=lambda self, task: ["a", "a"]))
+    assert found == {"the gold replies score full marks": "task train/101 scores 0 of 1"}
+
+
+async def test_gold_that_does_not_end():
+    found = await failures(made(gold=lambda self, task: [task.answer], demonstrations=lambda self, task, rng: ["x", "x"]))
+    assert found == {"the gold replies score full marks": "task train/100 is not done after the last reply"}
+
+
+@pytest.mark.parametrize("replies", [[], ["a"], ["x"]])
+async def test_a_demonstration_that_does_not_end(replies):
+    found = await failures(made(demonstrations=lambda self, task, rng: replies))
+    assert found == {"a demonstration plays to its end": "task train/100 is not done after the last reply"}
+
+
+async def test_saying_nothing_that_scores():
+    async def rewards(self, state):
+        return {"said": 1.0}
+
+    found = await failures(made(rewards=rewards))
+    assert found == {"empty replies do not score full marks": "task train/100 gives 1 for saying nothing"}
+
+
+async def test_full_marks_that_no_one_reaches():
+    found = await failures(made(full_marks=2.0))
+    assert found == {"the gold replies score full marks": "task train/100 scores 1 of 2"}
+
+
+async def test_tasks_that_do_not_repeat():
+    numbers = count()
+
+    def tasks(self, split, seed):
+        answer = "abcde"[next(numbers) % 5] if split == "train" else "a"
+        return TaskList([self.task(f"{split}/{index}", answer) for index in range(3)])
+
+    found = await failures(made(tasks=tasks))
+    assert found == {"the same index gives the same task": "training task 0 differs when asked for again"}
+
+
+async def test_one_source_that_does_not_repeat():
+    """Every source is new at the same state, but asking it twice gives two tasks."""
+
+    def tasks(self, split, seed):
+        environment, numbers = self, count()
+
+        class Source:
+            size = 3
+
+            def __getitem__(self, index):
+                number = next(numbers) if split == "train" else 0
+                return environment.task(f"{split}/{index}", "abcdefghijklmnopqrst"[number])
+
+        return Source()
+
+    assert list(await failures(made(tasks=tasks))) == ["the same index gives the same task"]
+
+
+@pytest.mark.parametrize("what", ["tasks", "number"])
+async def test_a_held_out_split_that_depends_on_the_seed(what):
+    def tasks(self, split, seed):
+        size = 3 if what == "tasks" or split == "train" else 3 + seed
+        shift = seed if what == "tasks" else 0
+        return TaskList([self.task(f"{split}/{index}", "abcdefgh"[index + shift]) for index in range(size)])
+
+    found = await failures(made(tasks=tasks))
+    problem = "held-out task 0 changes with the seed" if what == "tasks" else "3 tasks with seed 0, 4 with seed 1"
+    assert found == {"held-out tasks do not depend on the seed": problem}
+
+
+async def test_ids_that_two_tasks_share():
+    def tasks(self, split, seed):
+        return TaskList([self.task(f"task/{index}", "a") for index in range(3)])
+
+    assert await failures(made(tasks=tasks)) == {"task ids are unique": "two tasks share an id"}
+
+
+async def test_no_training_tasks():
+    with pytest.raises(EnvironmentSetupError, match="twice has no training tasks"):
+        await check_contract(made(num_tasks=0))
+
+
+async def test_no_held_out_tasks_are_no_broken_rule():
+    def tasks(self, split, seed):
+        return TaskList([self.task(f"{split}/{index}", "a") for index in range(3 if split == "train" else 0)])
+
+    assert await failures(made(tasks=tasks)) == {}
+
+
+# ── exceptions and answers that are none ───────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("method", ["setup", "step", "rewards", "close"])
+async def test_an_exception_while_playing(method):
+    found = await failures(made(**{method: fails_later}))
+    problem = "task train/100 raised ConnectionError: the pool is gone"
+    assert found == dict.fromkeys(RULES[3:], problem)
+
+
+@pytest.mark.parametrize("error", [KeyError("answer"), SystemExit(2)], ids=["KeyError", "SystemExit"])
+async def test_an_exception_in_the_replies(error):
+    found = await failures(made(gold=fails(error), demonstrations=lambda self, task, rng: ["x", "x"]))
+    assert list(found) == ["the gold replies score full marks"]
+    assert found["the gold replies score full marks"].startswith(f"task train/100 raised {type(error).__name__}")
+
+
+async def test_an_exception_in_a_task():
+    class Source:
+        size = 3
+
+        def __getitem__(self, index):
+            raise FileNotFoundError("data.json")
+
+    def tasks(self, split, seed):
+        return Source() if split == "train" else TaskList([])
+
+    report = await check_contract(made(tasks=tasks))
+    assert "FileNotFoundError: data.json" in "\n".join(report.failed)
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+async def test_an_exception_in_tasks(split):
+    def tasks(self, asked, seed):
+        if asked == split:
+            raise FileNotFoundError("data.json")
+        return Twice.tasks(self, asked, seed)
+
+    report = await check_contract(made(tasks=tasks))
+    assert f"tasks({split!r}, 0)" in "\n".join(report.failed)
+    assert "FileNotFoundError: data.json" in "\n".join(report.failed)
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "said"),
+    [
+        ("step", None, "twice.step returned None"),
+        ("step", StepResult(messages=("again",)), "twice.step returned"),
+        ("step", StepResult(reward=float("nan"), done=True), "reward"),
+        ("rewards", 1.0, "twice.rewards returned 1.0"),
+        ("rewards", {"said": "1"}, "said"),
+    ],
+)
+async def test_an_answer_that_would_be_a_fault_in_a_rollout(method, value, said):
+    async def answer(self, *arguments):
+        return value
+
+    found = await failures(made(**{method: answer}))
+    assert said in found["the gold replies score full marks"]
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_a_method_that_never_returns(blocking, monkeypatch):
+    monkeypatch.setattr(contract, "DEADLINE_S", 0.05)
+    release = threading.Event()
+
+    calls = []
+
+    def block(self, state):
+        calls.append(1)
+        release.wait(5)
+
+    async def never(self, state):
+        calls.append(1)
+        await asyncio.sleep(FOREVER)
+
+    try:
+        found = await failures(made(rewards=block if blocking else never))
+    finally:
+        release.set()
+    # Each kind of play meets it once, not once a task: a real deadline is a minute.
+    problem = "task train/100 raised DeadlineError: waited 0.05 s for twice.rewards, which is its deadline, and it did not come"
+    assert found == dict.fromkeys(RULES[3:], problem)
+    assert calls == [1, 1, 1]
+
+
+# ── an episode by hand ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_an_episode_by_hand():
+    environment = Twice()
+    task = environment.tasks("eval", 0)[1]
+    episode = await play_by_hand(environment, task, ["b", "x", "never said"])
+    assert [(message.role, message.content) for message in episode.transcript] == [
+        ("user", "b"),
+        ("assistant", "b"),
+        ("tool", "again"),
+        ("assistant", "x"),
+        ("tool", "again"),
+    ]
+    assert episode.turn_rewards == (0.5, 0.0)
+    assert episode.outcome == {"said": 0.0}
+    assert episode.done
+    assert show(episode).splitlines() == [
+        "task eval/1 (answer: b)",
+        "  user:      b",
+        "  assistant: b    reward 0.5",
+        "  tool:      again",
+        "  assistant: x    reward 0",
+        "  tool:      again",
+        "  outcome:   said=0.0",
+    ]
+
+
+async def test_an_episode_by_hand_is_closed_however_it_ends():
+    closed = []
+
+    async def close(self, state):
+        closed.append(state["word"])
+
+    environment = made(close=close, step=fails_later)
+    with pytest.raises(ConnectionError):
+        await play_by_hand(environment, environment.tasks("eval", 0)[0], ["a"])
+    assert closed == ["a"]
+
+
+async def test_a_missing_component_counts_as_nothing():
+    async def rewards(self, state):
+        return {"said": 1.0, "style": None}
+
+    environment = made(rewards=rewards)
+    episode = await play_by_hand(environment, environment.tasks("eval", 0)[0], ["a", "a"])
+    assert episode.score == 1.0
+    assert dataclasses.asdict(episode)["outcome"] == {"said": 1.0, "style": None}

@@ -1,0 +1,291 @@
+"""What every weight bridge promises: all of the weights, the version confirmed, checksums, an end within the deadline."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polyturn.engine.hf import HfEngine
+from polyturn.errors import DeadlineError, EngineError, WeightSyncError
+from polyturn.models.tiny import build_tiny
+from polyturn.types import SamplingParams
+from polyturn.weight_sync import base
+from polyturn.weight_sync.base import check_coverage, check_equal, checksum
+from polyturn.weight_sync.in_process import InProcessBridge
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {
+        "embed": torch.randn(6, 4, generator=generator),
+        "layer.q": torch.randn(4, 4, generator=generator),
+        "norm": torch.ones(4),
+        "scale": torch.tensor(0.5),
+    }
+
+
+class Target:
+    """An engine's side. `spoil` changes what arrives."""
+
+    def __init__(self, spoil=None, *, dtype=torch.float32):
+        self.own = {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in weights().items()}
+        self.spoil = spoil
+        self.pushes = []
+        self.claims = None
+
+    def named_weights(self):
+        return self.own
+
+    async def update_weights(self, given, version):
+        for name, tensor in self.own.items():
+            tensor.copy_(given[name])
+        self.pushes.append(version)
+        if self.spoil is not None:
+            self.spoil(self.own)
+        return version if self.claims is None else self.claims
+
+
+def in_process(source, target, *, verify_every=1, deadline_s=30.0):
+    return InProcessBridge(lambda: source, target, verify_every=verify_every, deadline_s=deadline_s)
+
+
+BRIDGES = {"in_process": in_process}
+
+
+@pytest.fixture(params=BRIDGES)
+def bridge_of(request):
+    return BRIDGES[request.param]
+
+
+async def test_a_push_brings_every_tensor(bridge_of):
+    source, target = weights(), Target()
+    await bridge_of(source, target).push(3)
+    assert target.pushes == [3]
+    assert all(torch.equal(target.own[name], tensor) for name, tensor in source.items())
+    source["norm"] += 1
+    assert not torch.equal(target.own["norm"], source["norm"]), "the engine has a copy of its own"
+
+
+async def test_a_push_may_narrow_the_type(bridge_of):
+    source, target = weights(), Target(dtype=torch.bfloat16)
+    await bridge_of(source, target).push(0)
+    assert torch.equal(target.own["embed"], source["embed"].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda source: source.pop("layer.q"), ["3 of the engine's 4", "layer.q"]),
+        (lambda source: source.update({"lm_head": torch.zeros(2)}), ["4 of the engine's 4", "lm_head"]),
+        (lambda source: source.update({"norm": torch.ones(1)}), ["norm", "(1,)", "(4,)"]),
+        (lambda source: source.update({"embed": torch.ones(4, 6)}), ["embed", "(4, 6)", "(6, 4)"]),
+    ],
+    ids=["missing", "extra", "would broadcast", "transposed"],
+)
+async def test_a_push_that_does_not_fit_is_refused_before_anything_changes(bridge_of, change, said):
+    source, target = weights(), Target()
+    change(source)
+    with pytest.raises(WeightSyncError) as caught:
+        await bridge_of(source, target).push(1)
+    assert [part for part in said if part not in str(caught.value)] == []
+    assert target.pushes == []
+    assert not target.own["embed"].any()
+
+
+async def test_a_push_is_confirmed_or_fails(bridge_of):
+    target = Target()
+    target.claims = 4
+    with pytest.raises(WeightSyncError, match="push 5 was not confirmed: the engine serves version 4"):
+        await bridge_of(weights(), target).push(5)
+
+
+def flip_one_bit(own):
+    own["layer.q"].view(torch.int32)[1, 2] ^= 1
+
+
+def swap_two_values(own):
+    row = own["embed"][2].clone()
+    own["embed"][2, 0], own["embed"][2, 3] = row[3], row[0]
+
+
+def keep_the_old_norm(own):
+    own["norm"].zero_()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name"), [(flip_one_bit, "layer.q"), (swap_two_values, "embed"), (keep_the_old_norm, "norm")]
+)
+async def test_a_push_that_arrives_changed_is_found(bridge_of, spoil, name):
+    with pytest.raises(WeightSyncError, match=f"push 2 .* 1 of 4 tensors, first {name}"):
+        await bridge_of(weights(), Target(spoil)).push(2)
+
+
+async def test_checksums_at_the_first_push_and_every_nth(bridge_of):
+    target = Target()
+    bridge = bridge_of(weights(), target, verify_every=3)
+    found = []
+    for version in range(8):
+        # The first push must be right, or no later one is reached.
+        target.spoil = flip_one_bit if version else None
+        try:
+            await bridge.push(version)
+        except WeightSyncError:
+            found.append(version)
+            target.spoil = None
+            await bridge.push(version)
+    assert found == [3, 6]
+
+
+async def test_a_failed_push_is_verified_when_it_is_tried_again(bridge_of):
+    target = Target(flip_one_bit)
+    bridge = bridge_of(weights(), target, verify_every=100)
+    for _ in range(2):
+        with pytest.raises(WeightSyncError):
+            await bridge.push(0)
+
+
+async def test_a_push_ends_within_its_deadline(bridge_of):
+    class Stuck(Target):
+        async def update_weights(self, given, version):
+            await asyncio.sleep(3600)
+
+    with pytest.raises(DeadlineError, match=r"0\.05 s for weight push 9"):
+        await bridge_of(weights(), Stuck(), deadline_s=0.05).push(9)
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_push_into_an_engine_that_is_gone_says_so(bridge_of):
+    class Dead(Target):
+        async def update_weights(self, given, version):
+            raise EngineError("the engine died")
+
+    with pytest.raises(EngineError, match="died"):
+        await bridge_of(weights(), Dead()).push(1)
+
+
+# ── with a real engine ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tiny(seed):
+    return build_tiny(vocab_size=20, eos_id=4, pad_id=0, seed=seed)
+
+
+async def test_the_hf_engine_serves_the_pushed_weights(bridge_of):
+    trainer, engine, other = tiny(1), HfEngine(tiny(2)), HfEngine(tiny(1))
+    sampling = SamplingParams(max_tokens=6, seed=3)
+    await engine.start()
+    await other.start()
+    before = await engine.generate((0, 7, 9), sampling)
+    await bridge_of(dict(trainer.state_dict()), engine).push(5)
+    after = await engine.generate((0, 7, 9), sampling)
+    assert after.engine_logprobs == (await other.generate((0, 7, 9), sampling)).engine_logprobs
+    assert after.engine_logprobs != before.engine_logprobs
+    assert engine.policy_version == 5
+    assert set(after.policy_versions) == {5}
+    await engine.stop()
+    await other.stop()
+
+
+async def test_every_parameter_of_the_hf_engine_is_covered(bridge_of):
+    trainer, engine = tiny(1), HfEngine(tiny(2))
+    names = {name for name, _ in trainer.named_parameters(remove_duplicate=False)}
+    assert names <= set(engine.named_weights())
+    for name in names:
+        source = dict(trainer.state_dict())
+        del source[name]
+        with pytest.raises(WeightSyncError, match=name.replace(".", r"\.")):
+            await bridge_of(source, engine).push(1)
+
+
+# ── the checks that bridges share ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@st.composite
+def tensors(draw):
+    dtype = draw(st.sampled_from(DTYPES))
+    size = draw(st.integers(2, 40))
+    values = torch.randn(size, generator=torch.Generator().manual_seed(draw(st.integers(0, 10**6)))) * 50
+    return values.to(dtype)
+
+
+def as_bytes(tensor):
+    return tensor.clone().contiguous().view(torch.uint8)
+
+
+@settings(max_examples=150, deadline=None)
+@given(tensors(), st.data())
+def test_checksum_catches_any_flipped_bit(tensor, data):
+    raw = as_bytes(tensor)
+    place, bit = data.draw(st.integers(0, len(raw) - 1)), data.draw(st.integers(0, 7))
+    raw[place] ^= 1 << bit
+    assert checksum(raw.view(tensor.dtype)) != checksum(tensor)
+
+
+@settings(max_examples=100, deadline=None)
+@given(tensors(), st.data())
+def test_checksum_catches_any_two_swapped_values(tensor, data):
+    one, other = data.draw(st.integers(0, len(tensor) - 1)), data.draw(st.integers(0, len(tensor) - 1))
+    swapped = tensor.clone()
+    swapped[one], swapped[other] = tensor[other], tensor[one]
+    same = torch.equal(as_bytes(swapped), as_bytes(tensor))
+    assert (checksum(swapped) == checksum(tensor)) == same
+
+
+def test_checksum_sees_values_and_not_how_they_lie():
+    tensor = torch.randn(6, 4)
+    assert checksum(tensor) == checksum(tensor.t().contiguous().t())
+    assert checksum(tensor) != checksum(tensor.t())
+    assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
+    assert checksum(torch.tensor(3.0)) == checksum(torch.tensor([3.0]))
+    assert checksum(torch.zeros(0)) == 0
+    assert checksum(torch.tensor([float("nan")])) == checksum(torch.tensor([float("nan")]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_checksum_of_the_highest_bit_at_an_even_and_an_odd_place(dtype):
+    for place in range(4):
+        tensor = torch.zeros(4, dtype=dtype)
+        raw = as_bytes(tensor)
+        raw[(place + 1) * tensor.element_size() - 1] = 128
+        assert checksum(raw.view(dtype)) != checksum(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_checksum_of_swapped_values_that_are_alike(dtype):
+    for one, other in [(1, -1), (0, 1), (2, 3), (1 << 32, 1), (5 << 32, 5)]:
+        try:
+            tensor = torch.tensor([one, 7, other, 7], dtype=dtype)
+        except RuntimeError:
+            continue  # a number that this type can't hold
+        assert checksum(tensor) != checksum(tensor.flip(0).roll(-1))
+
+
+def test_checksum_of_a_tensor_of_many_chunks(monkeypatch):
+    tensor = torch.randn(23)
+    whole = checksum(tensor)
+    monkeypatch.setattr(base, "_CHUNK_WORDS", 4)
+    assert checksum(tensor) == whole
+    assert checksum(torch.cat([tensor[4:8], tensor[:4], tensor[8:]])) != whole
+
+
+def test_check_equal_names_the_first_of_the_tensors_that_differ():
+    target = weights()
+    flip_one_bit(target)
+    keep_the_old_norm(target)
+    with pytest.raises(WeightSyncError, match=r"after push 3 .* 2 of 4 tensors, first layer\.q"):
+        check_equal(weights(), target, 3)
+    check_equal(weights(), weights(), 3)
+
+
+def test_check_coverage_names_a_few_of_many():
+    target = {f"layer.{index}": torch.zeros(1) for index in range(50)}
+    with pytest.raises(WeightSyncError) as caught:
+        check_coverage({}, target)
+    assert "0 of the engine's 50" in str(caught.value)
+    assert str(caught.value).count("layer.") == 3

@@ -1,0 +1,106 @@
+"""Things that go wrong during a run: it goes on, or ends with the right code and a sentence, and never hangs."""
+
+from __future__ import annotations
+
+import pytest
+
+from polyturn.rollouts.record import read_trajectories
+
+EIGHT = ["rollout.group_size=8", "rollout.max_dropped_share=0.2", "evaluation.episodes=0"]
+
+
+def by_validity(ended, step):
+    found = list(read_trajectories(ended.folder / "trajectories" / f"step_{step:06d}.jsonl"))
+    return [t for t in found if t.valid], [t for t in found if not t.valid]
+
+
+def test_one_sibling_of_eight_crashes(bench):
+    ended = bench("train", "environment.id=parts.environments:OneCrashes", *EIGHT)
+    assert (ended.code, ended.err) == (0, "")
+    for step, line in enumerate(ended.steps, 1):
+        assert (line["num_faults"], line["dropped_share"]) == (2, 2 / 16)
+        kept, lost = by_validity(ended, step)
+        assert (len(kept), len(lost)) == (14, 2)
+        for trajectory in lost:
+            assert trajectory.fault == "colours.step raised RuntimeError: the sandbox is gone"
+            assert trajectory.outcome_reward is None
+            assert len(trajectory.turns) == 2, "what the model said before the crash is on record"
+        # Masked: the batch holds the tokens of the others only.
+        assert line["num_trained_tokens"] == sum(t.num_completion_tokens for t in kept)
+        assert line["reward"] == pytest.approx(sum(t.total_reward for t in kept) / 14)
+
+
+def test_a_reward_function_that_raises(bench):
+    ended = bench("train", "environment.id=parts.environments:RewardRaises", *EIGHT)
+    assert ended.code == 0
+    assert [line["num_faults"] for line in ended.steps] == [2, 2]
+    _, lost = by_validity(ended, 2)
+    assert {t.fault for t in lost} == {"colours.rewards raised KeyError: 'score'"}
+    assert all(t.outcome == {} for t in lost), "no reward is not a reward of 0"
+
+
+def test_a_coroutine_that_never_returns(bench):
+    ended = bench("train", "environment.id=parts.environments:CoroutineHangs", "rollout.tool_deadline_s=0.3", *EIGHT)
+    assert (ended.code, ended.err) == (0, "")
+    assert_hung(ended)
+
+
+def test_a_tool_that_never_returns(bench):
+    """In a process of its own: its thread must not keep the process from ending either."""
+    words = ["environment.id=parts.environments:ToolHangs", "rollout.tool_deadline_s=0.3", *EIGHT]
+    ended = bench.process("train", *words, timeout_s=60)
+    assert (ended.code, ended.err) == (0, "")
+    assert_hung(ended)
+
+
+def assert_hung(ended):
+    for step, line in enumerate(ended.steps, 1):
+        assert line["num_faults"] == 2
+        _, lost = by_validity(ended, step)
+        assert all("waited 0.3 s for colours.step of" in str(t.fault) for t in lost)
+
+
+def test_a_group_left_with_one_sibling_is_dropped(bench):
+    ended = bench(
+        "train",
+        "environment.id=parts.environments:RewardRaises",
+        "environment.args.which=[0,1,2]",
+        "rollout.max_dropped_share=0.9",
+    )
+    assert ended.code == 0
+    for line in ended.steps:
+        assert (line["num_faults"], line["num_dropped_groups"], line["num_tokens"]) == (6, 2, 0)
+        assert "loss" not in line, "nothing was trained on"
+
+
+def test_an_environment_that_always_faults_ends_the_run(bench):
+    ended = bench("train", "environment.id=parts.environments:AlwaysCrashes")
+    assert ended.code == 4
+    assert ended.err.startswith("polyturn: error: 8 of 8 trajectories of the last 1 steps were lost")
+    assert "no sandbox answers" in ended.err
+    assert ended.err.count("\n") == 1
+    _, lost = by_validity(ended, 1)
+    assert len(lost) == 8, "the trajectories of the step that failed can be looked at"
+
+
+def test_more_faults_than_the_recipe_allows_end_the_run_when_the_window_says_so(bench):
+    """A quarter is lost each step and a tenth allowed over four steps: 0.8 trajectories a step, so 2 at once are too many."""
+    ended = bench(
+        "train",
+        "environment.id=parts.environments:RewardRaises",
+        "rollout.dropped_window_steps=4",
+        "run.steps=4",
+        "evaluation.episodes=0",
+    )
+    assert ended.code == 4
+    # 4 x 0.8 = 3.2 may be lost in the window: 2 after the first step, 4 after the second.
+    assert len(ended.steps) == 1
+    assert "4 of 16 trajectories of the last 2 steps were lost" in ended.err
+
+
+def test_an_evaluation_that_loses_its_episodes_ends_the_run(bench, monkeypatch):
+    monkeypatch.setattr("parts.environments.Colours.setup", lambda self, task: 1 / 0)
+    ended = bench("eval")
+    assert ended.code == 4
+    assert "4 of 4 evaluation episodes were lost" in ended.err
+    assert "ZeroDivisionError" in ended.err

@@ -1,0 +1,3 @@
+from parts.runs import bench, colours_model
+
+__all__ = ["bench", "colours_model"]
