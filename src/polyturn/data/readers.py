@@ -189,7 +189,7 @@ class RowFile:
         if self.num_bytes == 0:
             return "the file is empty: no rows (0 bytes)"
         blank = self.blank_lines
-        return "no rows in the file" + (f": {blank} blank line{'' if blank == 1 else 's'}" if blank else "")
+        return "the file holds no rows" + (f": {blank} blank line{'' if blank == 1 else 's'}" if blank else "")
 
 
 def _container(file: Path, start: bytes) -> Container:

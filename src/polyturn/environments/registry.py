@@ -11,6 +11,7 @@ from polyturn.environments.base import Environment
 from polyturn.errors import EnvironmentSetupError, UserError, nearest
 
 BUILTIN = {
+    "chat": "polyturn.environments.builtin.chat:Chat",
     "lookup": "polyturn.environments.builtin.lookup:Lookup",
 }
 

@@ -18,14 +18,14 @@ from pathlib import Path
 from polyturn.advantages.base import GroupAdvantages
 from polyturn.config.resolve import write_resolved
 from polyturn.config.schema import filled
-from polyturn.data.stream import TaskStream
+from polyturn.data.stream import Stream
 from polyturn.engine.base import Engine
 from polyturn.errors import TrainingError
 from polyturn.loop.build import Policy, build_engine_and_bridge, build_trainer, load_policy
 from polyturn.loop.check import Checked, chat_template
 from polyturn.loop.evaluate import Evaluation, evaluate
 from polyturn.loop.step import BatchReport, DropGuard, build_batches, make_groups, player_for
-from polyturn.loop.tasks import authors_code
+from polyturn.loop.tasks import authors_code, open_stream
 from polyturn.metrics.run_folder import RunFolder
 from polyturn.metrics.sinks import MetricsLog
 from polyturn.metrics.spans import Spans
@@ -52,7 +52,7 @@ class Run:
     trainer: Trainer
     engine: Engine
     bridge: WeightBridge
-    stream: TaskStream
+    stream: Stream
     log: MetricsLog
     guard: DropGuard
     spans: Spans
@@ -82,7 +82,7 @@ async def build_run(checked: Checked, folder: RunFolder, log: MetricsLog, say: C
         trainer=trainer,
         engine=engine,
         bridge=bridge,
-        stream=TaskStream(checked.train_tasks, seed=recipe.run.seed, shuffle=recipe.data.shuffle),
+        stream=open_stream(recipe, checked.train_tasks),
         log=log,
         guard=DropGuard(recipe.rollout.max_dropped_share, recipe.rollout.dropped_window_steps),
         spans=Spans(),
