@@ -12,10 +12,10 @@ import traceback
 from collections.abc import Sequence
 
 from polyturn import __version__
-from polyturn.cli import env, evaluate, train, warmstart
+from polyturn.cli import data, env, evaluate, train, warmstart
 from polyturn.errors import MissingDependencyError, PolyturnError
 
-VERBS = (train, evaluate, warmstart, env)
+VERBS = (train, evaluate, warmstart, env, data)
 _OPTIONAL = {"torch": "train", "transformers": "train", "safetensors": "train"}
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
 
 from polyturn.data.findings import Finding, Report
 from polyturn.data.formats import BY_NAME, MESSAGES
@@ -51,6 +53,21 @@ def summary(report: Report) -> Iterator[str]:
             f"  asked twice: {twice['duplicate'] + twice['conflict']:,} the same "
             f"({twice['conflict']:,} with another answer), {twice['near_duplicate']:,} nearly the same"
         )
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The whole report, with every finding, as plain JSON."""
+    return {
+        **{name: getattr(report, name) for name in ("path", "container", "notes", "num_rows", "num_usable", "num_dropped")},
+        "blank_lines": report.blank_lines,
+        "ok": report.ok,
+        "formats": dict(report.formats),
+        "fields": {name: {"rows": there, "empty": empty} for name, (there, empty) in report.fields.items()},
+        "lengths": None if report.lengths is None else asdict(report.lengths),
+        "difficulty": dict(report.difficulty),
+        "tags": dict(report.tags),
+        "findings": [asdict(finding) for finding in report.findings],
+    }
 
 
 def line_of(report: Report, finding: Finding) -> str:

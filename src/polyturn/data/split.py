@@ -18,6 +18,8 @@ from polyturn.data.formats import Format, recognise
 from polyturn.data.load import Loaded
 from polyturn.errors import DataError
 
+_SEEDS_TRIED = 100
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sides:
@@ -61,7 +63,7 @@ def split_rows(loaded: Loaded, *, val: float, seed: int) -> Sides:
         if not rows:
             raise DataError(
                 f"{loaded.source.path}: none of {len(sides)} rows falls on the {name} side with --val {val:g} --seed {seed}; "
-                "give another seed or share, or more rows"
+                f"{_way_out(questions, val)}"
             )
     return Sides(train=made["train"], val=made["val"], near_pairs=_near_pairs(questions, sides))
 
@@ -89,6 +91,14 @@ def side_paths(path: str, folder: str | None = None) -> tuple[Path, Path]:
     home = file.parent if folder is None else Path(folder)
     train, val = (home / f"{stem}.{name}{suffixes or '.jsonl'}" for name in ("train", "val"))
     return train, val
+
+
+def _way_out(questions: Sequence[str], val: float) -> str:
+    """End of a sentence: the first seed that gives both sides rows."""
+    for seed in range(_SEEDS_TRIED):
+        if len({side(question, val=val, seed=seed) for question in questions}) == 2:
+            return f"--seed {seed} gives both sides rows"
+    return "give more rows, or another share"
 
 
 def _near_pairs(questions: Sequence[str], sides: Sequence[str]) -> int:

@@ -31,20 +31,22 @@ LONG_CHARACTERS = 100_000
 
 
 class TaskMaker(Protocol):
-    """Makes an environment's opening messages of a row's own fields; raises DataError for a row it can't use."""
+    """Makes an environment's opening messages of a row; raises DataError for a row it can't use."""
 
-    def __call__(self, fields: Mapping[str, Any], where: str) -> Sequence[Message]:
-        """The opening messages."""
+    def __call__(self, fields: Mapping[str, Any], row: Row | None, where: str) -> Sequence[Message]:
+        """The opening messages; `row` is None for fields that make no built-in format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """What a file is checked against, beyond its own form. The defaults ask for what any training needs.
 
-    `make_task` is for an environment with fields of its own: a row then need not be in a built-in format. `encode_all`
-    turns openings into ids. `context_tokens` is what a trajectory may hold, `turn_tokens` what one reply may.
+    `make_task` opens a row as an environment does. `encode_all` turns openings into ids. `context_tokens` is what a trajectory
+    may hold, `turn_tokens` what one reply may.
     """
 
+    need_format: bool = True
+    """Whether rows must be in a built-in format; not for an environment that reads fields of its own."""
     need_answer: bool = True
     need_difficulty: bool = False
     make_task: TaskMaker | None = None
@@ -114,11 +116,11 @@ async def check_references(checked: Checked, runner: CodeRunner) -> None:
 
 
 def _read_rows(checked: Checked, wanted: Wanted) -> None:
-    """Rows in a built-in format. Where an environment reads its own fields, other rows are no error."""
+    """Rows in a built-in format."""
     for line, row, problems in checked.loaded.formatted(need_answer=wanted.need_answer):
         if row is not None:
             checked.rows.append((line, row))
-        elif wanted.make_task is None:
+        elif wanted.need_format:
             for problem in problems:
                 checked.report.add(line, "error", "row", problem)
 
@@ -127,14 +129,15 @@ def _read_openings(checked: Checked, wanted: Wanted) -> None:
     if wanted.make_task is None:
         checked.openings = [(line, row.messages) for line, row in checked.rows]
         return
+    rows = dict(checked.rows)
     for line, fields in checked.loaded.rows:
+        row = rows.get(line)
+        if row is None and wanted.need_format:
+            continue  # said already
         try:
-            checked.openings.append((line, wanted.make_task(fields, checked.loaded.place(line))))
+            checked.openings.append((line, wanted.make_task(fields, row, checked.loaded.place(line))))
         except DataError as error:
             checked.report.add(line, "error", "task", str(error))
-        except Exception as error:  # the environment's own code
-            reason = f"the environment's task_from_row raised {type(error).__name__}: {error}"
-            checked.report.add(line, "error", "task", reason)
 
 
 def _answers(checked: Checked) -> None:
@@ -151,7 +154,9 @@ def _difficulties(checked: Checked, wanted: Wanted) -> None:
     report = checked.report
     given = [(line, fields.get("difficulty")) for line, fields in checked.loaded.rows]
     given = [(line, None if value == "" else value) for line, value in given]
-    if not wanted.need_difficulty and all(value is None for _, value in given):
+    if all(value is None for _, value in given):
+        if wanted.need_difficulty and given:
+            report.add(0, "error", "difficulty", "no row has a 'difficulty', and data.curriculum=easy_first orders rows by it")
         return
     for line, value in given:
         report.difficulty["none" if value is None else str(value)] += 1

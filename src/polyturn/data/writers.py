@@ -27,6 +27,12 @@ def container_of(path: str | Path) -> Container:
     return found
 
 
+def refuse_existing(path: Path, *, force: bool) -> None:
+    """Raise DataError for a file that is there already, unless `force`."""
+    if path.exists() and not force:
+        raise DataError(f"{path} exists already; name another file, or give --force")
+
+
 def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]], *, force: bool = False) -> None:
     """Write `rows`. The file appears whole or not at all.
 
@@ -35,8 +41,7 @@ def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]], *, force: bo
         MissingDependencyError: a Parquet file without pyarrow.
     """
     target, container = Path(path), container_of(path)
-    if target.exists() and not force:
-        raise DataError(f"{path} exists already; name another file, or give --force")
+    refuse_existing(target, force=force)
     if not target.parent.is_dir():
         raise DataError(f"{path}: the folder {target.parent} does not exist; make it first")
     memory = io.BytesIO()

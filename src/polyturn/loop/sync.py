@@ -24,6 +24,7 @@ from polyturn.errors import TrainingError
 from polyturn.loop.build import Policy, build_engine_and_bridge, build_trainer, load_policy
 from polyturn.loop.check import Checked, chat_template
 from polyturn.loop.evaluate import Evaluation, evaluate
+from polyturn.loop.openings import refuse_long_openings
 from polyturn.loop.step import BatchReport, DropGuard, build_batches, make_groups, player_for
 from polyturn.loop.tasks import authors_code, open_stream
 from polyturn.metrics.run_folder import RunFolder
@@ -73,6 +74,7 @@ async def build_run(checked: Checked, folder: RunFolder, log: MetricsLog, say: C
     """Load the policy and build trainer, engine and bridge around it. Raises UserError for what can't be loaded."""
     recipe = checked.recipe
     policy = await load_policy(recipe, checked.environment, say)
+    refuse_long_openings(recipe, checked.train_tasks, policy.renderer)
     trainer = build_trainer(recipe, policy.model)
     engine, bridge = build_engine_and_bridge(recipe, trainer)
     return Run(

@@ -1,0 +1,91 @@
+"""Opening messages as a recipe's tokenizer cuts them: how long they are, and whether they leave room for a reply."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Sequence
+
+from polyturn.config.schema import Recipe
+from polyturn.data.cache import Encode, TokenCache, Tokenised, file_hash, tokenise
+from polyturn.data.transform import Transform
+from polyturn.environments.base import Environment
+from polyturn.errors import DataError
+from polyturn.loop.check import chat_template
+from polyturn.models.folder import TINY, model_folder
+from polyturn.rendering.renderer import Renderer
+from polyturn.rendering.words import save_word_tokenizer
+from polyturn.types import Message, TaskSource
+
+
+def recipe_renderer(recipe: Recipe, environment: Environment) -> Renderer:
+    """Tokenizer and chat template of the recipe's model, without its weights. A hub id may be fetched.
+
+    Raises:
+        ModelError, EnvironmentSetupError: no usable tokenizer, or `builtin:tiny` for words that are open.
+    """
+    if recipe.model.path != TINY:
+        return Renderer.load(model_folder(recipe.model.path), chat_template=chat_template(recipe))
+    vocabulary = environment.vocabulary()
+    with tempfile.TemporaryDirectory(prefix="polyturn-words-") as folder:
+        save_word_tokenizer(folder, vocabulary.words, vocabulary.pattern)
+        return Renderer.load(folder, chat_template=chat_template(recipe))
+
+
+def refuse_long_openings(recipe: Recipe, tasks: TaskSource, renderer: Renderer) -> None:
+    """Raise DataError with every row whose opening leaves no room for a reply: its rollouts would all be lost.
+
+    Only rows of the user's files are looked at, all of them; tasks that an environment makes are its own business.
+    """
+    limit, data = recipe.rollout.max_trajectory_tokens, recipe.data
+    if data.path is None or tasks.size is None:
+        return
+    rows = [tasks[index] for index in range(tasks.size)]
+    transform = None if data.transform is None else Transform(data.transform)
+    tokenised = encode_all(recipe, renderer, data.path, transform)([row.messages for row in rows])
+    problems = [f"{rows[index].id}: {reason}" for index, reason in sorted(tokenised.problems.items())]
+    problems += [
+        f"{row.id}: the opening takes {length:,} tokens, which leaves no room for a reply in "
+        f"rollout.max_trajectory_tokens={limit:,}; leave the row out, or raise the limit"
+        for row, length in zip(rows, tokenised.lengths.tolist(), strict=True)
+        if length >= limit
+    ]
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+def encoder(renderer: Renderer) -> Encode:
+    """Opening messages to the ids of the first prompt."""
+
+    def encode(messages: Sequence[Message]) -> Sequence[int]:
+        return renderer.open(messages).prompt().ids
+
+    return encode
+
+
+def tokenizer_key(renderer: Renderer) -> str:
+    """Changes when the tokenizer or the template does, or what the template writes of itself, such as a date."""
+    digest = hashlib.sha256(renderer.tokenizer.backend.to_str().encode())
+    digest.update(renderer.template.source.encode())
+    digest.update(renderer.text([{"role": "user", "content": "x"}]).encode())
+    return digest.hexdigest()
+
+
+def encode_all(
+    recipe: Recipe, renderer: Renderer, path: str, transform: Transform | None, *, use_cache: bool = True
+) -> Callable[[Sequence[Sequence[Message]]], Tokenised]:
+    """Tokenises the openings of a file, with `data.num_workers` threads, through `data.cache_dir` where the recipe has one."""
+    encode, data = encoder(renderer), recipe.data
+
+    def encode_openings(openings: Sequence[Sequence[Message]]) -> Tokenised:
+        if data.cache_dir is None or not use_cache:
+            return tokenise(openings, encode, num_workers=data.num_workers)
+        cache = TokenCache(data.cache_dir)
+        entry = cache.entry(
+            file=file_hash(path),
+            transform="" if transform is None else transform.key,
+            tokenizer=tokenizer_key(renderer),
+        )
+        return cache.tokenised(entry, openings, encode, num_workers=data.num_workers)
+
+    return encode_openings
