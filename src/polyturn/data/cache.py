@@ -119,7 +119,8 @@ def _digest(openings: Sequence[Sequence[Message]]) -> str:
 
 def _read(entry: Path, digest: str) -> Tokenised | None:
     try:
-        with np.load(entry, allow_pickle=False) as arrays:
+        # Opened here: numpy leaves the file open when it is no whole archive.
+        with entry.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             if str(arrays["digest"]) != digest:
                 return None
             return Tokenised(ids=arrays["ids"], offsets=arrays["offsets"], from_cache=True)

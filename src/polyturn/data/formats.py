@@ -65,6 +65,7 @@ _GIVES_WAY = {"input/output": "instruction/output", "problem/solution": "problem
 _ALONE = ("instruction/response", "problem/answer", "prompt/answer", "question/answer")
 """What a row with nothing but a question, or with a question and tests, is taken for."""
 _NEAR = 0.6
+_SCORERS = ("answers", "aliases", "tests", "test_cases")
 
 
 def recognise(row: Mapping[str, Any], *, need_answer: bool = True) -> list[Format]:
@@ -117,7 +118,7 @@ def row_in(
     scored = bool(options.tests or options.test_cases)
     messages, answer = parsed
     answer, aliases = _with_aliases(answer, options.aliases)
-    if need_answer and answer is None and not scored and not problems.about(form.answer, form.prompt):
+    if need_answer and answer is None and not scored and not problems.about(form.answer, form.prompt, *_SCORERS):
         problems.add(form.answer, _no_answer(form, fields))
     if problems:
         return None, problems.sentences()
