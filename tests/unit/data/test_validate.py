@@ -152,7 +152,7 @@ async def test_references_that_fail_are_errors(check):
         for n in (1, 2)
     ]
     rows.append({"prompt": "Add what is read", "response": "print(1)", "test_cases": [{"input": "1", "output": "1"}]})
-    checked = check(*rows)
+    checked = check(*rows, style=False)
     assert checked.report.ok
     await check_references(checked, Runner())
     assert [(f.line, f.kind) for f in checked.report.errors] == [(2, "tests")]
