@@ -36,13 +36,19 @@ print(json.dumps([shown, sorted(sys.modules)]))
 """
 
 HELPS = {
-    "--help": ["train", "eval", "warmstart", "env"],
+    "--help": ["train", "eval", "warmstart", "env", "data"],
     "train --help": ["RECIPE.yaml", "section.key=value", "--dry-run"],
     "eval --help": ["RECIPE.yaml", "--model", "--episodes", "--samples", "--json"],
     "warmstart --help": ["--out", "--steps", "--demonstrations", "--learning-rate"],
     "env --help": ["list", "check"],
     "env list --help": ["List built-in environments"],
     "env check --help": ["ID", "key=value", "--seed"],
+    "data --help": ["check", "show", "split", "convert", "new"],
+    "data check --help": ["FILE|ID", "--recipe", "--transform", "--run-tests", "--no-cache", "--all", "--json"],
+    "data show --help": ["--rows", "--line"],
+    "data split --help": ["--val", "--seed"],
+    "data convert --help": ["OUT", "--format"],
+    "data new --help": ["--format", "--force"],
     "--version": [__version__],
 }
 

@@ -25,7 +25,7 @@ from unit.environments.rewards.scenes import said, task
         ("an apple a day", "Apple day", True),
         ("Theatre", "atre", False),
         ("New_York", "new york", True),
-        ("Sgt. Pepper’s", "sgt pepper s", True),
+        ("Sgt. Pepper\u2019s", "sgt pepper s", True),
         ("18 May 2018", "May 18, 2018", False),
         ("café", "cafe\u0301", True),
         ("cafe", "café", False),

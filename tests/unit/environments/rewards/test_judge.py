@@ -25,6 +25,7 @@ class Server:
         self.script: list[Any] = ['{"score": 7}']
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
+        self.asked = threading.Event()
         self.released = threading.Event()
         self.now = self.most = 0
         self._lock = threading.Lock()
@@ -51,6 +52,7 @@ class Server:
             act = self.script[min(len(self.requests), len(self.script) - 1)]
             self.requests.append(body)
             self.headers.append({"path": handler.path, **dict(handler.headers)})
+            self.asked.set()
             self.now += 1
             self.most = max(self.most, self.now)
         status, headers, raw = 200, {}, b""
@@ -248,8 +250,7 @@ async def test_a_late_judge_holds_up_no_other_question(server):
     server.script = ["hang", '{"score": 2}']
     made = judge(server, deadline_s=0.5)
     late = asyncio.create_task(ask(made, "slow"))
-    while not server.requests:
-        await asyncio.sleep(0.5)
+    await asyncio.to_thread(server.asked.wait, 10)
     assert await ask(made, "quick") == 0.2
     with pytest.raises(DeadlineError):
         await late

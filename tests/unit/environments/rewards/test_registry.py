@@ -137,7 +137,7 @@ async def test_what_an_answer_becomes(value, outcome):
 
 @pytest.mark.parametrize("value", ["1", b"1", float("nan"), float("inf"), [1], object(), {"a": "x"}, 1j])
 async def test_what_is_no_score_is_a_fault_and_not_a_0(value):
-    with pytest.raises(EnvironmentSetupError, match="the reward mine returned .*, where it must return a finite number"):
+    with pytest.raises(EnvironmentSetupError, match=r"the reward mine returned .*, where it must return a finite number"):
         await of(lambda trajectory, task: value)(said("x"))
 
 
