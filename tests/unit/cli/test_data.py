@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,8 +32,7 @@ def data(tmp_path, monkeypatch, capsys):
 
 
 def write(name, *rows):
-    with open(name, "w", encoding="utf-8") as file:
-        file.writelines(f"{json.dumps(row)}\n" for row in rows)
+    Path(name).write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
 ROWS = [{"question": f"What is {n} plus {n}, in words or digits?", "answer": str(2 * n), "id": n} for n in range(40)]

@@ -109,7 +109,7 @@ def test_rewards_are_put_around_the_environment():
 
 
 def test_an_environment_that_scores_nothing_needs_a_reward():
-    with pytest.raises(EnvironmentSetupError, match="chat scores nothing itself; list a reward under environment.rewards"):
+    with pytest.raises(EnvironmentSetupError, match=r"chat scores nothing itself; list a reward under environment\.rewards"):
         recipe_environment(recipe({"id": "chat"}))
     with pytest.raises(EnvironmentSetupError, match="scores nothing itself"):
         recipe_environment(recipe({"id": "chat", "rewards": [EXACT | {"per": "turn"}]}))
@@ -178,7 +178,7 @@ def test_held_out_tasks_of_a_mix_are_shared_by_weight(mixed):
 
 
 def test_mixes_that_can_not_be(mixed):
-    with pytest.raises(EnvironmentSetupError, match="two parts of data.mix are called 'colours'"):
+    with pytest.raises(EnvironmentSetupError, match=r"two parts of data\.mix are called 'colours'"):
         recipe_environment(mixed(name="colours"))
     clash = mixed(rewards=[EXACT, EXACT | {"name": "other"}])
     main = clash.model_copy(update={"environment": recipe({"id": COLOURS, "rewards": [EXACT | {"weight": 2.0}]}).environment})
