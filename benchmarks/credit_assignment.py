@@ -12,13 +12,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import tempfile
 import time
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from machine import describe_machine
 
 from polyturn.config.schema import Recipe
@@ -26,6 +29,7 @@ from polyturn.loop.build import quiet_libraries
 from polyturn.loop.check import check
 from polyturn.loop.evaluate import evaluate
 from polyturn.loop.sync import Run, build_run, train_step
+from polyturn.loop.tiny import ensure_tiny
 from polyturn.metrics.run_folder import RunFolder
 from polyturn.metrics.sinks import MetricsLog
 
@@ -82,7 +86,7 @@ def recipe_for(arm: Arm, seed: int, folder: Path, threads: int) -> Recipe:
             },
             "rollout": {"max_turns": 8, "max_turn_tokens": 8, "max_trajectory_tokens": 256},
             "algorithm": {"advantage": arm.advantage, "advantage_options": dict(arm.options)},
-            "trainer": {"learning_rate": 3e-4, "threads": threads},
+            "trainer": {"learning_rate": 3e-4, "threads": threads, "device": "cpu"},
             "logging": {"trajectories_every": 0},
         }
     )
@@ -153,22 +157,41 @@ def table(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def prepare(job: tuple[Arm, int, int]) -> None:
+    """Make the warm-started model of one seed and turn reward, so that no two runs make it at the same time."""
+    arm, seed, threads = job
+    torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = check(recipe_for(arm, seed, Path(folder), threads)).recipe
+        environment = check(recipe).environment
+        asyncio.run(ensure_tiny(recipe, environment, lambda _: None))
+
+
+def work(job: tuple[Arm, int, int, int, int]) -> dict[str, Any]:
+    """One run, in a process of its own."""
+    arm, seed, tokens, every, threads = job
+    quiet_libraries()
+    with tempfile.TemporaryDirectory() as folder:
+        result = asyncio.run(run_arm(arm, seed, tokens, every, Path(folder), threads))
+    print(json.dumps({key: result[key] for key in ("arm", "seed", "steps", "seconds", "curve")}), flush=True)
+    return result
+
+
 def main() -> None:
     """Run every arm with every seed and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--tokens", type=int, default=200_000, help="sampled tokens of a run")
     parser.add_argument("--every", type=int, default=40_000, help="sampled tokens between evaluations")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads of a run")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    quiet_libraries()
-    results: list[dict[str, Any]] = []
-    for seed in args.seeds:
-        for arm in ARMS:
-            with tempfile.TemporaryDirectory() as folder:
-                results.append(asyncio.run(run_arm(arm, seed, args.tokens, args.every, Path(folder), args.threads)))
-            print(json.dumps({key: results[-1][key] for key in ("arm", "seed", "steps", "seconds", "curve")}), flush=True)
+    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        one_of_each = {arm.content: arm for arm in ARMS}.values()
+        list(pool.map(prepare, [(arm, seed, args.threads) for seed in args.seeds for arm in one_of_each]))
+        jobs = [(arm, seed, args.tokens, args.every, args.threads) for seed in args.seeds for arm in ARMS]
+        results = list(pool.map(work, jobs))
     head = {"benchmark": "credit_assignment", "tokens": args.tokens, **describe_machine()}
     report = {**head, "table": table(results), "runs": results}
     args.out.write_text(json.dumps(report, indent=1) + "\n")

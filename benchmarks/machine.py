@@ -17,11 +17,16 @@ def describe_machine() -> dict[str, Any]:
     """Device, versions, date and commit."""
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": _git("rev-parse", "--short", "HEAD") + ("-dirty" if _git("status", "--porcelain", "src") else ""),
-        "device": f"CPU, {os.cpu_count()} cores, {_cpu_name()}",
+        "commit": os.environ.get("POLYTURN_COMMIT") or _commit(),
+        "device": f"CPU, {len(os.sched_getaffinity(0))} cores, {_cpu_name()}",
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
     }
+
+
+def _commit() -> str:
+    """Short hash of the checkout; a copy without its history names its commit in POLYTURN_COMMIT."""
+    return _git("rev-parse", "--short", "HEAD") + ("-dirty" if _git("status", "--porcelain", "src") else "")
 
 
 def _git(*arguments: str) -> str:

@@ -1,7 +1,5 @@
 """`python -m polyturn`."""
 
-import sys
+from polyturn.cli.main import entry
 
-from polyturn.cli.main import main
-
-sys.exit(main())
+entry()

@@ -152,7 +152,7 @@ class Turn:
     text: str
     """The completion as text, stop token removed: what the environment saw."""
     reply: tuple[Message, ...] = ()
-    """What the environment answered. Empty when the turn ended the trajectory."""
+    """What the environment answered. The model has not read the answer to its last turn."""
     reward: float = 0.0
     """Reward of this turn alone, the outcome not included."""
     state_key: str | None = None

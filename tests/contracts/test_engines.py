@@ -15,6 +15,7 @@ from functools import cache
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from polyturn.engine.base import Engine
 from polyturn.engine.hf import HfEngine
@@ -85,10 +86,10 @@ async def ask_all(engine: Engine, requests) -> list[Completion]:
     return await asyncio.gather(*(engine.generate(prompt, sampling) for prompt, sampling in requests))
 
 
-def full_logits(prompt, ids) -> torch.Tensor:
+def full_logits(prompt, ids, of=None) -> torch.Tensor:
     """Logits that predict each of `ids` after `prompt`, from one forward pass over everything."""
     with torch.no_grad():
-        logits = model()(input_ids=torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0]
+        logits = (of or model())(input_ids=torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0]
     return logits[len(prompt) - 1 : -1].float()
 
 
@@ -218,6 +219,23 @@ async def test_log_probabilities_are_those_of_a_full_forward_pass(sampler, tempe
         expected = torch.log_softmax(full_logits(prompt, completion.ids) / (temperature or 1.0), dim=-1)
         chosen = expected.gather(-1, torch.tensor(completion.ids)[:, None])[:, 0]
         assert torch.allclose(torch.tensor(completion.engine_logprobs), chosen, atol=1e-5, rtol=0)
+
+
+async def test_padding_does_not_move_positions():
+    """A model with learned positions knows where a token stands; one with rotary positions only how far others are."""
+    config = GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=16, n_layer=1, n_head=2, eos_token_id=STOP, bos_token_id=0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        learned = GPT2LMHeadModel(config).eval()
+        torch.nn.init.normal_(learned.transformer.wpe.weight)
+    engine = HfEngine(learned)
+    await engine.start()
+    requests = [(prompt, asking(seed=seed)) for seed, prompt in enumerate(PROMPTS)]
+    for (prompt, _), completion in zip(requests, await ask_all(engine, requests), strict=True):
+        expected = torch.log_softmax(full_logits(prompt, completion.ids, learned), dim=-1)
+        chosen = expected.gather(-1, torch.tensor(completion.ids)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(completion.engine_logprobs), chosen, atol=1e-5, rtol=0)
+    await engine.stop()
 
 
 @pytest.mark.parametrize(("top_p", "top_k", "min_p"), [(0.5, 0, 0.0), (1.0, 3, 0.0), (1.0, 0, 0.5)])
@@ -369,6 +387,23 @@ async def test_hf_stop_fails_whatever_waits():
     results = await asyncio.gather(*requests, return_exceptions=True)
     gate.open.set()
     assert all(isinstance(result, EngineError) and "stopped" in str(result) for result in results)
+    await engine.stop()
+
+
+async def test_hf_does_not_work_for_whoever_gave_up():
+    engine = hf(max_batch_size=2)
+    batches = []
+    generate = engine._generate
+    engine._generate = gate = Gate(lambda batch, version: batches.append(len(batch)) or generate(batch, version))
+    await engine.start()
+    requests = [asyncio.create_task(engine.generate(prompt, asking())) for prompt in PROMPTS]
+    await gate.reached()
+    for request in requests[2:4]:
+        request.cancel()
+    gate.open.set()
+    results = await asyncio.gather(*requests, return_exceptions=True)
+    assert [isinstance(result, asyncio.CancelledError) for result in results] == [False, False, True, True, False]
+    assert batches == [2, 1]
     await engine.stop()
 
 

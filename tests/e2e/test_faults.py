@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from parts.runs import run_python
 from polyturn.rollouts.record import read_trajectories
 
 EIGHT = ["rollout.group_size=8", "rollout.max_dropped_share=0.2", "evaluation.episodes=0"]
@@ -104,3 +105,30 @@ def test_an_evaluation_that_loses_its_episodes_ends_the_run(bench, monkeypatch):
     assert ended.code == 4
     assert "4 of 4 evaluation episodes were lost" in ended.err
     assert "ZeroDivisionError" in ended.err
+
+
+STUCK = """
+import sys
+import torch
+from polyturn.cli.main import entry
+from polyturn.trainer import forward
+
+def endless(model, row):
+    while True:
+        torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+
+forward.trained_logits = endless
+sys.argv[:] = ["polyturn", *sys.argv[1:]]
+entry()
+"""
+
+
+def test_a_step_that_is_stuck_in_native_code_ends_with_its_exit_code(bench):
+    """Its thread can't be stopped, and Python would abort the process in its attempt to: 134 instead of 3."""
+    argv = ["train", str(bench.recipe), f"run.output_dir={bench.runs}", "trainer.step_deadline_s=0.3", "evaluation.episodes=0"]
+    ended = run_python(STUCK, *argv)
+    assert (ended.code, ended.err) == (
+        3,
+        "polyturn: error: waited 0.3 s for the trainer's step (trainer.step_deadline_s), which is its deadline, and it did not "
+        "come\n",
+    )

@@ -199,6 +199,7 @@ async def test_04_max_turns():
     assert trajectory.end_reason == "max_turns"
     assert trajectory.truncated
     assert len(trajectory.turns) == 3
+    assert [message.content for turn in trajectory.turns for message in turn.reply] == ["blue"] * 3
     assert trajectory.valid
     assert trajectory.total_reward == pytest.approx(3 * 0.25)
 
@@ -396,11 +397,11 @@ def dying_engine(error: Exception) -> ScriptedEngine:
 @pytest.mark.parametrize("deterministic", [False, True])
 async def test_18_a_dead_engine_ends_the_rollout(deterministic):
     environment = Talk({"step": never_returns})
-    chosen = player(environment, dying_engine(EngineError("out of memory")))
+    chosen = player(environment, dying_engine(EngineError("out of memory")), tool_deadline_s=FOREVER)
     if deterministic:
         environment.acts = {}
     with pytest.raises(EngineError, match="out of memory"):
-        await play_group(chosen, deterministic=deterministic)
+        await asyncio.wait_for(play_group(chosen, deterministic=deterministic), 30)
     assert not other_tasks()
     assert sorted(environment.closed) == list(range(8))
 
@@ -518,16 +519,16 @@ EXPECTED_SEED = 8597362966433937093
 
 
 class Uneven(Talk):
-    """Later siblings are set up and answered first."""
+    """Siblings are set up, and answered, in an order of their own that changes from turn to turn."""
 
     async def setup(self, task):
         state = await super().setup(task)
-        for _ in range(3 * (GROUP_SIZE - state.number)):
+        for _ in range(3 * (5 * state.number % 8)):
             await asyncio.sleep(0)
         return state
 
     async def step(self, state, reply):
-        for _ in range(5 * (GROUP_SIZE - state.number)):
+        for _ in range(3 * ((3 * state.number + len(state.seen)) % 8)):
             await asyncio.sleep(0)
         return await super().step(state, reply)
 

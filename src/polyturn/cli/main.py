@@ -6,10 +6,12 @@ Nothing here or in a verb's module imports torch, pydantic or rich at the top: `
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from polyturn import __version__
 from polyturn.cli import data, env, evaluate, train, warmstart
@@ -51,6 +53,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def entry() -> NoReturn:
+    """The installed command: runs `main` and ends the process with its exit code, whatever threads are left."""
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    threads = sys.modules.get("polyturn.processes.threads")  # imported by those who start some
+    if threads is not None and threads.still_running():
+        # Python ends such a thread when it comes back, in the middle of native code, and that aborts the process.
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse, with `key=value` allowed after options too, where argparse stops looking for positionals."""
     parser = build_parser()
@@ -73,4 +92,4 @@ def _say(error: PolyturnError) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

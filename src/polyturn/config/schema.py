@@ -119,7 +119,7 @@ class DataSection(Section):
     cache_dir: str | None = None
     """Folder for tokenised rows, keyed by file, transform and tokenizer; null for none."""
     num_workers: int = Field(default=1, gt=0)
-    """Threads that tokenise rows."""
+    """Processes that tokenise the rows of a long file."""
 
 
 class EnvironmentSection(Section):

@@ -7,9 +7,11 @@ again: a stale entry is never used. Nothing is unpickled.
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -18,12 +20,15 @@ from zipfile import BadZipFile
 import numpy as np
 import numpy.typing as npt
 
-from polyturn.errors import UserError
+from polyturn.errors import ResourceError, UserError
 from polyturn.types import Message
 
 Encode: TypeAlias = "Callable[[Sequence[Message]], Sequence[int]]"
 FORMAT = 1
 """Part of an entry's name: raised when what lies in it changes."""
+FEW_ROWS = 2000
+"""Fewer are tokenised faster than processes start."""
+_CHUNK = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,25 +52,26 @@ class Tokenised:
         return np.diff(self.offsets)
 
 
-def tokenise(openings: Sequence[Sequence[Message]], encode: Encode, *, num_workers: int = 1) -> Tokenised:
-    """Encode every opening. What a tokenizer refuses is a problem of that row; `num_workers` threads share the work."""
-    problems: dict[int, str] = {}
+def tokenise(
+    openings: Sequence[Sequence[Message]], encode: Encode, *, num_workers: int = 1, again: Callable[[], Encode] | None = None
+) -> Tokenised:
+    """Encode every opening. What a tokenizer refuses is a problem of that row.
 
-    def one(index: int) -> npt.NDArray[np.int32]:
-        try:
-            return np.asarray(encode(openings[index]), dtype=np.int32)
-        except UserError as error:
-            problems[index] = str(error)
-            return np.empty(0, dtype=np.int32)
+    With `num_workers` above 1 and `again`, which makes `encode` anew and can be pickled, processes of their own share the work,
+    unless there are so few rows that starting them would take longer.
 
-    if num_workers > 1:
-        with ThreadPoolExecutor(num_workers, thread_name_prefix="tokenise") as pool:
-            rows = list(pool.map(one, range(len(openings))))
+    Raises:
+        ResourceError: a worker died.
+    """
+    if num_workers > 1 and again is not None and len(openings) >= FEW_ROWS:
+        rows = _in_processes(openings, again, num_workers)
     else:
-        rows = [one(index) for index in range(len(openings))]
-    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    ids = np.concatenate(rows) if rows else np.empty(0, dtype=np.int32)
+        rows = [_one(encode, opening) for opening in openings]
+    problems = {index: row for index, row in enumerate(rows) if isinstance(row, str)}
+    arrays = [np.empty(0, dtype=np.int32) if isinstance(row, str) else row for row in rows]
+    offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in arrays], out=offsets[1:])
+    ids = np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int32)
     return Tokenised(ids=ids, offsets=offsets, problems=problems)
 
 
@@ -93,17 +99,57 @@ class TokenCache:
         return self._folder / f"{name}.npz"
 
     def tokenised(
-        self, entry: Path, openings: Sequence[Sequence[Message]], encode: Encode, *, num_workers: int = 1
+        self,
+        entry: Path,
+        openings: Sequence[Sequence[Message]],
+        encode: Encode,
+        *,
+        num_workers: int = 1,
+        again: Callable[[], Encode] | None = None,
     ) -> Tokenised:
-        """The entry, made when it is missing, damaged or of other messages. Openings with problems are not kept."""
+        """The entry, made (see `tokenise`) when it is missing, damaged or of other messages. One with problems is not kept."""
         digest = _digest(openings)
         found = _read(entry, digest)
         if found is not None:
             return found
-        made = tokenise(openings, encode, num_workers=num_workers)
+        made = tokenise(openings, encode, num_workers=num_workers, again=again)
         if not made.problems:
             _write(entry, made, digest)
         return made
+
+
+def _one(encode: Encode, opening: Sequence[Message]) -> npt.NDArray[np.int32] | str:
+    """Ids of one opening, or why it has none."""
+    try:
+        return np.asarray(encode(opening), dtype=np.int32)
+    except UserError as error:
+        return str(error)
+
+
+_encode: Encode | None = None
+"""Set in a worker."""
+
+
+def _start_worker(again: Callable[[], Encode]) -> None:
+    global _encode
+    _encode = again()
+
+
+def _work(opening: Sequence[Message]) -> npt.NDArray[np.int32] | str:
+    assert _encode is not None, "a worker was not started"
+    return _one(_encode, opening)
+
+
+def _in_processes(
+    openings: Sequence[Sequence[Message]], again: Callable[[], Encode], num_workers: int
+) -> list[npt.NDArray[np.int32] | str]:
+    # A fork would copy locks that other threads of ours hold.
+    context = multiprocessing.get_context("spawn")
+    try:
+        with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_worker, initargs=(again,)) as pool:
+            return list(pool.map(_work, openings, chunksize=_CHUNK))
+    except BrokenProcessPool as error:
+        raise ResourceError(f"a process that tokenised rows died ({error}); set data.num_workers=1") from error
 
 
 def _digest(openings: Sequence[Sequence[Message]]) -> str:

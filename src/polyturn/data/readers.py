@@ -187,7 +187,7 @@ class RowFile:
 
     def _nothing(self) -> str:
         if self.num_bytes == 0:
-            return "the file is empty: no rows (0 bytes)"
+            return "the file is empty: it holds no rows (0 bytes)"
         blank = self.blank_lines
         return "the file holds no rows" + (f": {blank} blank line{'' if blank == 1 else 's'}" if blank else "")
 

@@ -34,6 +34,8 @@ def environment_class(environment_id: str) -> type[Environment]:
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         raise EnvironmentSetupError(f"{target} lacks {', '.join(missing)}; every environment has them")
+    if not isinstance(getattr(found, "name", None), str):
+        raise EnvironmentSetupError(f'{target} has no name; give its class one: name = "{found.__name__.lower()}"')
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from polyturn.config.schema import Recipe
+from polyturn.config.schema import MixEntry, Recipe
 from polyturn.data.formats import row_in
 from polyturn.data.load import Loaded, load
 from polyturn.data.transform import Transform
@@ -50,7 +50,7 @@ def check_data(
     Raises:
         UserError: there is no such file, or the recipe can't be used.
     """
-    function = _transform(recipe, transform)
+    function = _transform(recipe, path, transform)
     wanted = Wanted(style=style)
     if recipe is not None:
         environment = _environment(recipe, path)
@@ -79,7 +79,7 @@ def show_rows(
     Raises:
         DataError: a line that holds no row.
     """
-    loaded = load(path, _transform(recipe, transform))
+    loaded = load(path, _transform(recipe, path, transform))
     environment = None if recipe is None else _environment(recipe, path)
     encode = None if recipe is None or environment is None else encoder(recipe_renderer(recipe, environment))
     shown = []
@@ -101,16 +101,23 @@ def show_rows(
 
 
 def _environment(recipe: Recipe, path: str) -> Environment:
-    """The environment that reads a file: of a mix, the part that names it. Rewards are left out, they read no rows."""
-    for entry in recipe.data.mix:
-        if path in (entry.path, entry.eval_path):
-            return build_environment(entry.environment, entry.args)
+    """The environment that reads a file. Rewards are left out, they read no rows."""
+    entry = _part(recipe, path)
+    if entry is not None:
+        return build_environment(entry.environment, entry.args)
     return build_environment(recipe.environment.id, recipe.environment.args)
 
 
-def _transform(recipe: Recipe | None, given: str | None) -> Transform | None:
-    path = given if given is not None or recipe is None else recipe.data.transform
-    return None if path is None else Transform(path)
+def _transform(recipe: Recipe | None, path: str, given: str | None) -> Transform | None:
+    """The transform of a file: the one given, else that of the part of the recipe that names the file."""
+    if given is None and recipe is not None:
+        given = (_part(recipe, path) or recipe.data).transform
+    return None if given is None else Transform(given)
+
+
+def _part(recipe: Recipe, path: str) -> MixEntry | None:
+    """The part of a mix that names a file, None for the recipe's own environment."""
+    return next((entry for entry in recipe.data.mix if path in (entry.path, entry.eval_path)), None)
 
 
 def _opening(environment: Environment, fields: Mapping[str, Any], row: Row | None, where: str) -> Sequence[Message]:

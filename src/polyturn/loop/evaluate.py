@@ -10,7 +10,7 @@ from polyturn.config.schema import Recipe
 from polyturn.engine.base import Engine
 from polyturn.environments.base import Environment
 from polyturn.errors import TooManyDroppedError
-from polyturn.loop.step import player_for
+from polyturn.loop.step import exceeds, player_for
 from polyturn.rendering.renderer import Renderer
 from polyturn.rollouts.driver import rollout_groups
 from polyturn.types import Task, Trajectory, TrajectoryGroup
@@ -98,7 +98,7 @@ def summarise(groups: Sequence[TrajectoryGroup], *, mode: str, max_dropped_share
     everything = [trajectory for group in groups for trajectory in group.trajectories]
     played = [trajectory for trajectory in everything if trajectory.valid]
     lost = len(everything) - len(played)
-    if not played or lost > max_dropped_share * len(everything):
+    if not played or exceeds(lost, max_dropped_share * len(everything)):
         reason = next((t.fault for t in everything if t.fault), "no episodes")
         raise TooManyDroppedError(
             f"{lost} of {len(everything)} evaluation episodes were lost, more than "

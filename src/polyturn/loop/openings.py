@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 from polyturn.config.schema import Recipe
 from polyturn.data.cache import Encode, TokenCache, Tokenised, file_hash, tokenise
@@ -54,6 +56,11 @@ def refuse_long_openings(recipe: Recipe, tasks: TaskSource, renderer: Renderer) 
         raise DataError("\n".join(problems))
 
 
+def encoder_of(folder: Path, template: Path | None) -> Encode:
+    """The encoder of a model folder, made in a process of its own."""
+    return encoder(Renderer.load(folder, chat_template=template))
+
+
 def encoder(renderer: Renderer) -> Encode:
     """Opening messages to the ids of the first prompt."""
 
@@ -74,18 +81,21 @@ def tokenizer_key(renderer: Renderer) -> str:
 def encode_all(
     recipe: Recipe, renderer: Renderer, path: str, transform: Transform | None, *, use_cache: bool = True
 ) -> Callable[[Sequence[Sequence[Message]]], Tokenised]:
-    """Tokenises the openings of a file, with `data.num_workers` threads, through `data.cache_dir` where the recipe has one."""
+    """Tokenises the openings of a file, in `data.num_workers` processes, through `data.cache_dir` where the recipe has one."""
     encode, data = encoder(renderer), recipe.data
+    again = None  # the words of builtin:tiny are cut faster than a process starts
+    if recipe.model.path != TINY:
+        again = partial(encoder_of, model_folder(recipe.model.path), chat_template(recipe))
 
     def encode_openings(openings: Sequence[Sequence[Message]]) -> Tokenised:
         if data.cache_dir is None or not use_cache:
-            return tokenise(openings, encode, num_workers=data.num_workers)
+            return tokenise(openings, encode, num_workers=data.num_workers, again=again)
         cache = TokenCache(data.cache_dir)
         entry = cache.entry(
             file=file_hash(path),
             transform="" if transform is None else transform.key,
             tokenizer=tokenizer_key(renderer),
         )
-        return cache.tokenised(entry, openings, encode, num_workers=data.num_workers)
+        return cache.tokenised(entry, openings, encode, num_workers=data.num_workers, again=again)
 
     return encode_openings

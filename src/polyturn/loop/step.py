@@ -126,6 +126,11 @@ def _group_samples(recipe: Recipe, group: TrajectoryGroup, credit: GroupAdvantag
     return samples
 
 
+def exceeds(lost: int, allowed: float) -> bool:
+    """Whether more was lost than allowed; a share of a count that should be whole comes out a hair beside it."""
+    return lost > allowed + 1e-6
+
+
 class DropGuard:
     """Ends a run that loses more than the recipe's share of its trajectories over the recipe's window of steps."""
 
@@ -144,7 +149,7 @@ class DropGuard:
         self._steps.append((report.dropped, report.planned))
         lost, planned = (sum(column) for column in zip(*self._steps, strict=True))
         allowed = self._max_share * planned * self._window / len(self._steps)
-        if report.dropped == report.planned or lost > allowed:
+        if report.dropped == report.planned or exceeds(lost, allowed):
             reason = (report.faults + report.broken_samples)[-1]
             raise TooManyDroppedError(
                 f"{lost} of {planned} trajectories of the last {len(self._steps)} steps were lost, more than "

@@ -26,7 +26,7 @@ FORMAT = 1
 """Part of the cache key: raised when the model, its start or the demonstrations change."""
 
 START = WarmstartSettings(
-    max_steps=1000, cooldown_steps=20, learning_rate=3e-3, target_accuracy=0.93, target_worst=0.5, check_every=5
+    max_steps=1000, cooldown_steps=20, learning_rate=1e-3, target_accuracy=0.93, target_worst=0.5, check_every=5
 )
 """Far enough to copy, not to persist: reinforcement has something to start from and everything to gain."""
 

@@ -81,7 +81,6 @@ def run_with_deadline(call: Callable[[], T], seconds: float, what: str) -> T:
     Its result and its exceptions come through. Python can't stop a thread: after a DeadlineError it goes on until it ends by
     itself or the process does, so `call` must not hold what others need.
     """
-    done = threading.Event()
     results: list[T] = []
     errors: list[BaseException] = []
     context = contextvars.copy_context()
@@ -91,11 +90,11 @@ def run_with_deadline(call: Callable[[], T], seconds: float, what: str) -> T:
             results.append(context.run(call))
         except BaseException as error:
             errors.append(error)
-        finally:
-            done.set()
 
-    threading.Thread(target=run, name=f"waiting for {what}", daemon=True).start()
-    if not done.wait(max(0.0, seconds)):
+    thread = threading.Thread(target=run, name=f"waiting for {what}", daemon=True)
+    thread.start()
+    thread.join(max(0.0, seconds))
+    if thread.is_alive():
         raise _passed(seconds, what)
     if errors:
         raise errors[0]

@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import contextvars
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+
+_started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 async def in_thread(function: Callable[..., Result], *arguments: Any) -> Result:
@@ -43,5 +46,17 @@ async def in_thread(function: Callable[..., Result], *arguments: Any) -> Result:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=run, name=f"call {getattr(function, '__name__', function)}", daemon=True).start()
-    return await future
+    thread = threading.Thread(target=run, name=f"call {getattr(function, '__name__', function)}", daemon=True)
+    _started.add(thread)
+    thread.start()
+    try:
+        return await future
+    finally:
+        if future.done() and not future.cancelled():
+            # It only has to let go of its variables. Were it the last to do so, while the process ends, that would abort it.
+            thread.join()
+
+
+def still_running() -> list[str]:
+    """Calls that were given up on and have not come back. The process can't end in good order while there are any."""
+    return sorted(thread.name for thread in _started if thread.is_alive())

@@ -19,9 +19,11 @@ class TurnBarrier:
 
     async def arrive(self, name: str) -> None:
         """Wait until every active trajectory has arrived."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
         self._waiting[name] = future
-        self._release()
+        # Not at once: whoever comes last would find its future done, and go before all who are still to be woken.
+        loop.call_soon(self._release)
         await future
 
     def leave(self, name: str) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import threading
+import os
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polyturn.data import cache as cache_module
 from polyturn.data.cache import TokenCache, file_hash, tokenise
-from polyturn.errors import DataError
+from polyturn.errors import DataError, ResourceError
 from polyturn.types import Message
 
 
@@ -21,11 +22,9 @@ def opening(text):
 class Encoder:
     def __init__(self):
         self.calls = 0
-        self.threads = set()
 
     def __call__(self, messages):
         self.calls += 1
-        self.threads.add(threading.get_ident())
         if "zzz" in messages[0].content:
             raise DataError("no such word")
         return [ord(letter) for message in messages for letter in message.content]
@@ -35,9 +34,9 @@ def plain(tokenised):
     return [tokenised[index].tolist() for index in range(len(tokenised))]
 
 
-@given(texts=st.lists(st.text(max_size=8).filter(lambda text: "zzz" not in text), max_size=8), workers=st.integers(1, 3))
-def test_ids_of_every_row_in_order(texts, workers):
-    made = tokenise([opening(text) for text in texts], Encoder(), num_workers=workers)
+@given(texts=st.lists(st.text(max_size=8).filter(lambda text: "zzz" not in text), max_size=8))
+def test_ids_of_every_row_in_order(texts):
+    made = tokenise([opening(text) for text in texts], Encoder())
     assert plain(made) == [[ord(letter) for letter in text] for text in texts]
     assert made.lengths.tolist() == [len(text) for text in texts]
 
@@ -46,6 +45,29 @@ def test_what_a_tokenizer_refuses_is_a_problem_of_its_row():
     made = tokenise([opening("ab"), opening("zzz"), opening("c")], Encoder())
     assert made.problems == {1: "no such word"}
     assert plain(made) == [[97, 98], [], [99]]
+
+
+def test_processes_give_what_one_gives(monkeypatch):
+    monkeypatch.setattr(cache_module, "FEW_ROWS", 10)
+    rows = [opening("zzz" if n == 7 else "x" * (n % 5)) for n in range(450)]
+    encode = Encoder()
+    made = tokenise(rows, encode, num_workers=2, again=Encoder)
+    assert encode.calls == 0, "the workers did it"
+    alone = tokenise(rows, Encoder())
+    assert plain(made) == plain(alone)
+    assert made.problems == alone.problems == {7: "no such word"}
+    assert tokenise(rows[:9], encode, num_workers=2, again=Encoder).ids.tolist() == alone.ids[: alone.offsets[9]].tolist()
+    assert encode.calls == 9, "so few rows need no workers"
+
+
+def dies():
+    os._exit(3)
+
+
+def test_a_worker_that_dies_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(cache_module, "FEW_ROWS", 1)
+    with pytest.raises(ResourceError, match=r"a process that tokenised rows died .*; set data\.num_workers=1"):
+        tokenise([opening("a")], Encoder(), num_workers=2, again=dies)
 
 
 @pytest.fixture

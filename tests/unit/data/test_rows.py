@@ -55,7 +55,7 @@ def test_whatever_is_written_is_read_with_its_line(folder, rows, end, bom, ascii
             ":2: not valid UTF-8: byte 0xFF at byte 8 of the line; the file may be Latin-1 (Windows-1252), save it as UTF-8",
         ),
         ('{"a": 1}'.encode("utf-16"), ": the file is UTF-16 or no text at all; save it as UTF-8"),
-        (b"", ": the file is empty: no rows (0 bytes)"),
+        (b"", ": the file is empty: it holds no rows (0 bytes)"),
         (b"\xef\xbb\xbf", ": the file holds no rows: 1 blank line"),
         (b"\n \r\n\t\n", ": the file holds no rows: 3 blank lines"),
         (b'{"a": 1}\n\xef\xbb\xbf{"a": 2}\n', ":2: not valid JSON: a byte order mark inside the file; remove it (column 1)"),

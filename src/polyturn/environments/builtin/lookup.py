@@ -17,8 +17,10 @@ answer. Demonstrations know every move but not persistence: at each pointer they
 
 from __future__ import annotations
 
+import math
 import random
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -48,6 +50,7 @@ INSTRUCTIONS = (
     "value(x) holds the value, next(a) or next(a,b) points to other records, nothing is a dead end. "
     "When you know the value, reply answer(x). If every way is a dead end, reply answer(none)."
 )
+_WORD = re.compile(r"[a-z]+")
 _CALL = re.compile(r"(lookup|answer)\(\s*([a-z]+)\s*\)")
 
 
@@ -99,6 +102,10 @@ class Lookup(Environment):
             raise EnvironmentSetupError(
                 f"environment.args.level={level!r} is no level of lookup; {nearest(str(level), get_args(Level))}"
             )
+        if not isinstance(max_hops, int):
+            raise EnvironmentSetupError(f"environment.args.max_hops={max_hops!r} is no whole number; use 1 or more")
+        if not isinstance(turn_reward, int | float) or not math.isfinite(turn_reward):
+            raise EnvironmentSetupError(f"environment.args.turn_reward={turn_reward!r} is no number; use 0.1, or 0 for none")
         limit = 12 if level == "chain" else 4
         if not 1 <= max_hops <= limit:
             raise EnvironmentSetupError(
@@ -158,9 +165,11 @@ class Lookup(Environment):
         if not isinstance(start, str) or start not in records:
             raise DataError(f"start {start!r} is no name of 'records'")
         for name, record in records.items():
-            lost = [target for target in record.get("next", ()) if target not in records]
-            if lost:
-                raise DataError(f"record {name!r} points to {lost[0]!r}, which 'records' does not hold")
+            _check_record(name, record, records)
+        path = _path(start, _as_records(records))
+        found = records[path[-1]].get("value") or "none"
+        if answer != found:
+            raise DataError(f"the answer {answer!r} is not what the records lead to, which is {found!r}; correct either")
         return self._task(task_id, start, records, str(answer))
 
     # ── one trajectory ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -210,6 +219,7 @@ class Lookup(Environment):
         records = _records(task)
         replies: list[str] = []
         open_names = [str(info_of(task, "start"))]
+        seen = set(open_names)
         while open_names:
             name = open_names.pop()
             record = records[name]
@@ -217,7 +227,8 @@ class Lookup(Environment):
             if record.value is not None:
                 return [*replies, f"answer({record.value})"]
             # Always the first pointer first: which one leads on is luck, and a choice that can't be told can't be copied.
-            open_names.extend(reversed(record.next))
+            open_names.extend(target for target in reversed(record.next) if target not in seen)
+            seen.update(record.next)
             if open_names and rng.random() < GIVE_UP_SHARE:
                 break
         return [*replies, "answer(none)"]
@@ -247,19 +258,40 @@ class _Endless:
 
 def _records(task: Task) -> dict[str, Record]:
     raw: Any = info_of(task, "records")
-    return {name: Record(value=record.get("value"), next=tuple(record.get("next", ()))) for name, record in raw.items()}
+    return _as_records(raw)
+
+
+def _as_records(raw: Mapping[str, Any]) -> dict[str, Record]:
+    return {name: Record(value=record.get("value"), next=tuple(record.get("next") or ())) for name, record in raw.items()}
+
+
+def _check_record(name: str, record: Mapping[str, Any], records: Mapping[str, Any]) -> None:
+    """Raise DataError for a record that can't be played: calls are made of lower-case letters."""
+    if not _WORD.fullmatch(name):
+        raise DataError(f"the name {name!r} can't be said in a call; use the letters a to z")
+    value, targets = record.get("value"), record.get("next")
+    if value is not None and not (isinstance(value, str) and _WORD.fullmatch(value)):
+        raise DataError(f"record {name!r}: the value {value!r} can't be said in a call; use the letters a to z")
+    if targets is not None and not (isinstance(targets, list | tuple) and all(isinstance(target, str) for target in targets)):
+        raise DataError(f"record {name!r}: 'next' must be a list of names")
+    lost = [target for target in targets or () if target not in records]
+    if lost:
+        raise DataError(f"record {name!r} points to {lost[0]!r}, which 'records' does not hold")
 
 
 def _path(start: str, records: Mapping[str, Record]) -> list[str]:
-    """Names from `start` to the value, or to the dead end that is the end of a chain."""
-    ways = [[start]]
-    longest: list[str] = [start]
-    while ways:
-        way = ways.pop()
-        record = records[way[-1]]
-        if record.value is not None:
-            return way
-        if len(way) > len(longest):
-            longest = way
-        ways.extend([*way, name] for name in record.next if name not in way)
-    return longest
+    """The shortest way from `start` to a value; where there is none, every name that can be reached, in order."""
+    came_from = {start: ""}
+    ahead = deque([start])
+    while ahead:
+        here = ahead.popleft()
+        if records[here].value is not None:
+            way = [here]
+            while came_from[way[-1]]:
+                way.append(came_from[way[-1]])
+            return way[::-1]
+        for name in records[here].next:
+            if name not in came_from:
+                came_from[name] = here
+                ahead.append(name)
+    return list(came_from)

@@ -1,0 +1,181 @@
+"""A blocking call in a thread of its own: its result, its exceptions, and nothing kept waiting when it hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from polyturn.errors import DeadlineError
+from polyturn.processes.deadlines import deadline
+from polyturn.processes.threads import in_thread, still_running
+
+SOURCE = Path(__file__).parents[3] / "src"
+
+
+class Special(BaseException):
+    pass
+
+
+async def test_result_and_arguments():
+    assert await in_thread(lambda *arguments: (arguments, threading.current_thread().daemon), 1, "b") == ((1, "b"), True)
+    assert await in_thread(lambda: None) is None
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt(), Special("now")], ids=repr)
+async def test_exceptions_come_through_as_they_are(error):
+    def fail():
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        await in_thread(fail)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("error", [StopIteration("end"), asyncio.CancelledError("inner")], ids=repr)
+async def test_exceptions_that_mean_something_to_the_loop_are_wrapped(error):
+    def fail():
+        raise error
+
+    with pytest.raises(RuntimeError, match=f"{type(error).__name__}: {error}"):
+        await in_thread(fail)
+
+
+async def test_a_call_that_never_returns_is_left_alone():
+    release, ended = threading.Event(), threading.Event()
+
+    def hang():
+        release.wait(30)
+        ended.set()
+
+    with pytest.raises(DeadlineError, match="the call"):
+        async with deadline(0.05, "the call"):
+            await in_thread(hang)
+    assert not ended.is_set()
+    release.set()
+    # Its result finds nobody, and that is no error.
+    assert await in_thread(ended.wait, 30)
+    await asyncio.sleep(0)
+
+
+async def test_an_error_after_the_deadline_finds_nobody():
+    release, raised = threading.Event(), threading.Event()
+
+    def hang():
+        release.wait(30)
+        raised.set()
+        raise ValueError("too late")
+
+    with pytest.raises(DeadlineError):
+        async with deadline(0.05, "the call"):
+            await in_thread(hang)
+    release.set()
+    assert await in_thread(raised.wait, 30)
+    await asyncio.sleep(0)
+
+
+def test_a_loop_that_is_closed_meanwhile_is_no_error():
+    """pytest makes an unhandled exception of a thread an error of the test."""
+    release, threads = threading.Event(), []
+
+    def hang():
+        threads.append(threading.current_thread())
+        release.wait(30)
+
+    async def give_up():
+        with pytest.raises(DeadlineError):
+            async with deadline(0.05, "the call"):
+                await in_thread(hang)
+
+    asyncio.run(give_up())
+    release.set()
+    threads[0].join(30)
+    assert not threads[0].is_alive()
+
+
+async def test_many_calls_that_hang_leave_room_for_others():
+    """The threads of a pool would be used up."""
+    release = threading.Event()
+    hanging = [asyncio.create_task(in_thread(release.wait, 30)) for _ in range(50)]
+    assert await in_thread(lambda: "through") == "through"
+    assert not any(task.done() for task in hanging)
+    release.set()
+    assert await asyncio.gather(*hanging) == [True] * 50
+
+
+async def test_the_context_is_the_callers_and_stays_so():
+    variable = contextvars.ContextVar("variable", default="unset")
+    variable.set("mine")
+
+    def change():
+        seen = variable.get()
+        variable.set("theirs")
+        return seen
+
+    assert await in_thread(change) == "mine"
+    assert variable.get() == "mine"
+
+
+async def test_a_thread_is_named_after_its_call():
+    def slow_tool():
+        return threading.current_thread().name
+
+    assert await in_thread(slow_tool) == "call slow_tool"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_the_thread_is_gone_when_its_result_is_there(fails):
+    """A thread that is the last to let go of a model while the process ends would abort it."""
+    inside = []
+
+    def work():
+        inside.append(threading.current_thread())
+        return 1 / 0 if fails else 1
+
+    for _ in range(200):
+        with contextlib.suppress(ZeroDivisionError):
+            await in_thread(work)
+        assert not inside.pop().is_alive()
+
+
+async def test_a_call_that_was_given_up_on_is_known_until_it_comes_back():
+    release, inside = threading.Event(), []
+
+    def given_up_on():
+        inside.append(threading.current_thread())
+        release.wait(30)
+
+    with pytest.raises(DeadlineError):
+        async with deadline(0.05, "the call"):
+            await in_thread(given_up_on)
+    assert "call given_up_on" in still_running()
+    release.set()
+    inside[0].join(30)
+    assert "call given_up_on" not in still_running()
+
+
+HANGING = """
+import asyncio, threading
+from polyturn.processes.threads import in_thread, still_running
+
+async def main():
+    call = asyncio.create_task(in_thread(threading.Event().wait))
+    await asyncio.sleep(0.01)
+    call.cancel()
+
+asyncio.run(main())
+print(threading.active_count())
+"""
+
+
+def test_a_call_that_hangs_does_not_hold_up_the_exit():
+    run = subprocess.run(
+        [sys.executable, "-c", HANGING], capture_output=True, text=True, env={"PYTHONPATH": str(SOURCE)}, timeout=60
+    )
+    assert (run.returncode, run.stdout.strip()) == (0, "2"), run.stderr
