@@ -113,13 +113,14 @@ def row_in(
     if form is None or not (found or _touches(form, fields)):
         return None, (_unknown(fields, form),)
     problems = Problems(fields)
-    parsed = _conversation(form, fields, problems) if form.name == MESSAGES else _pair(form, fields, problems)
+    messages, answer = (_conversation if form.name == MESSAGES else _pair)(form, fields, problems)
     options = optional_fields(fields, problems)
     scored = bool(options.tests or options.test_cases)
-    messages, answer = parsed
     answer, aliases = _with_aliases(answer, options.aliases)
     if need_answer and answer is None and not scored and not problems.about(form.answer, form.prompt, *_SCORERS):
         problems.add(form.answer, _no_answer(form, fields))
+    if options.system and messages and messages[0].role == "system":
+        problems.add("system", "'system' and the system turn of 'messages' are both there; keep one")
     if problems:
         return None, problems.sentences()
     system = (Message(role="system", content=options.system),) if options.system else ()

@@ -179,6 +179,11 @@ def test_the_last_assistant_message_is_the_reference():
     assert good({"messages": said_by(("user", "a"))}, need_answer=False).messages[-1].role == "user"
 
 
+def test_one_system_message():
+    turns = {"messages": said_by(("system", "s"), ("user", "a"), ("assistant", "b"))}
+    assert bad(turns | {"system": "t"}) == ("'system' and the system turn of 'messages' are both there; keep one",)
+
+
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
