@@ -57,6 +57,37 @@ class Task:
     info: Mapping[str, Json] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row of a user's file in a built-in format, in these words whatever its own fields are called (`data.formats`).
+
+    >>> Row(where="a.jsonl:3", format="question/answer", messages=(Message(role="user", content="2 + 2?"),), answer="4").answer
+    '4'
+    """
+
+    where: str
+    """`file:line`."""
+    format: str
+    """The built-in format, as it is shown to the user."""
+    messages: tuple[Message, ...]
+    """The opening messages; the last one asks."""
+    answer: str | None = None
+    """The reference answer."""
+    aliases: tuple[str, ...] = ()
+    """Other answers that count."""
+    tests: tuple[str, ...] = ()
+    """Python statements that a program must pass."""
+    test_cases: tuple[Mapping[str, Json], ...] = ()
+    """Input and expected output of a program, each with `input` and `output`."""
+    difficulty: str | float | None = None
+    tags: tuple[str, ...] = ()
+    follow_up: str | None = None
+    """What the user says after the first reply, in the same trajectory."""
+    follow_up_response: str | None = None
+    rest: Mapping[str, Json] = field(default_factory=dict)
+    """Fields that no built-in format knows."""
+
+
 class TaskSource(Protocol):
     """Tasks by index; the same index always gives the same task. `size` is None for a source without end."""
 

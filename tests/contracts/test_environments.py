@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from polyturn.data.formats import BY_NAME, row_in
+from polyturn.data.new import starter_rows
 from polyturn.environments import contract
 from polyturn.environments.base import Environment, StepResult, TaskList
+from polyturn.environments.builtin.chat import Chat
 from polyturn.environments.builtin.gsm8k import Gsm8k
 from polyturn.environments.builtin.lookup import Lookup
 from polyturn.environments.contract import ContractReport, check_contract, play_by_hand, show
@@ -96,7 +99,20 @@ def lookups():
                 yield Lookup(level=level, max_hops=hops, dead_end_share=share)
 
 
-GOOD = [*lookups(), Twice(), Endless(), Blocking()]
+def chat():
+    """`chat` over the rows that `polyturn data new` writes, as tasks of its own."""
+    environment = Chat(exact=True)
+    form = BY_NAME["question/answer"]
+
+    def tasks(split, seed):
+        rows = [row_in(fields, f"{split}:{line}", form)[0] for line, fields in enumerate(starter_rows(form), 1)]
+        return TaskList([environment.task_from_example(row) for row in rows])
+
+    environment.tasks = tasks
+    return environment
+
+
+GOOD = [*lookups(), Twice(), Endless(), Blocking(), chat()]
 
 
 GOOD_FROM_ROWS = [

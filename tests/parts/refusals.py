@@ -47,7 +47,7 @@ def cases(folder: Path) -> dict[str, tuple[list[str], str]]:
         "steps and epochs": (["run.epochs=1"], "there are no epochs"),
         "missing data": ([f"data.path={folder}/gone.jsonl"], "gone.jsonl does not exist"),
         "empty data": ([f"data.path={empty}"], "holds no rows"),
-        "no JSON": ([f"data.path={words}"], "words.jsonl:1: not JSON"),
+        "no JSON": ([f"data.path={words}"], "words.jsonl:1: not valid JSON"),
         "no answer": ([f"data.path={wrong}"], "wrong.jsonl:2: field 'answer' is missing"),
         "missing held-out data": (
             [f"data.path={rows}", f"data.eval_path={folder}/gone.jsonl", "rollout.groups_per_step=1"],

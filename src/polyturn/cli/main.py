@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from polyturn import __version__
-from polyturn.cli import env, evaluate, replay, rollout, train, warmstart
+from polyturn.cli import data, env, evaluate, replay, rollout, train, warmstart
 from polyturn.errors import MissingDependencyError, PolyturnError
 
-VERBS = (train, evaluate, rollout, replay, warmstart, env)
+VERBS = (train, evaluate, rollout, replay, warmstart, env, data)
 _OPTIONAL = {"torch": "train", "transformers": "train", "safetensors": "train"}
 
 

@@ -54,15 +54,72 @@ class ModelSection(Section):
     """A Jinja file that replaces the model's own chat template."""
 
 
+class RewardEntry(Section):
+    """A reward of the recipe's own, beside those of the environment."""
+
+    path: str
+    """A built-in reward, or `package.module:function` of `(trajectory, task)`."""
+    name: str | None = Field(default=None, min_length=1, pattern=r"^[^/]+$")
+    """Name of its component; its own name when left out."""
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+    """Weight of its components, unless `environment.reward_weights` names them."""
+    per: Literal["trajectory", "turn"] = "trajectory"
+    """`trajectory`: called at the end, an outcome component; `turn`: called after each turn, added to its reward."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments, checked against its signature."""
+    success_at: float | None = Field(default=None, allow_inf_nan=False)
+    """From this value on the trajectory counts as a success, as far as this reward is concerned."""
+    deadline_s: float | None = Field(default=None, gt=0)
+    """A reward that takes longer is at fault; it is within `rollout.tool_deadline_s` in any case."""
+
+    @property
+    def component(self) -> str:
+        """`name`, or the last word of `path`."""
+        return self.name or self.path.replace(":", ".").rpartition(".")[2]
+
+
+class MixEntry(Section):
+    """A further environment whose tasks are mixed into the training."""
+
+    environment: str
+    """A name of `polyturn env list`, or `package.module:Class`."""
+    name: str | None = Field(default=None, min_length=1)
+    """Name of this part in ids and metrics; the environment's when left out."""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Its share of the tasks, relative to the other parts and to `data.weight`."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the environment, checked against its constructor."""
+    rewards: tuple[RewardEntry, ...] = Field(default=(), strict=False)
+    """Rewards of this part, as `environment.rewards`."""
+    path: str | None = None
+    """File of training rows, for an environment that reads one."""
+    eval_path: str | None = None
+    """File of evaluation rows."""
+    transform: str | None = None
+    """As `data.transform`, for this part."""
+
+
 class DataSection(Section):
     """Where tasks come from; an environment that makes its own tasks needs none of this."""
 
     path: str | None = None
-    """JSONL file of training rows, plain or `.gz`, or `hf:owner/name[:config][@split]` for a data set on the hub."""
+    """File of training rows: JSONL, JSON array, CSV or Parquet, `.gz` too; or `hf:owner/name[:config][@split]` on the hub."""
     eval_path: str | None = None
     """Held-out rows, likewise; of a hub data set the split `test` where none is named."""
+    transform: str | None = None
+    """`package.module:function`, called with each row before anything else; it returns a row, or None to drop it."""
     shuffle: bool = True
     """Shuffle the rows of each epoch, from the run's seed."""
+    curriculum: Literal["none", "easy_first"] = "none"
+    """`easy_first`: the first epoch goes from the least `difficulty` to the greatest; every row must have one."""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Share of the recipe's own environment in a mix, relative to the weights of `mix`."""
+    mix: tuple[MixEntry, ...] = Field(default=(), strict=False)
+    """Further environments, mixed with the recipe's own by weight."""
+    cache_dir: str | None = None
+    """Folder for tokenised rows, keyed by file, transform and tokenizer; null for none."""
+    num_workers: int = Field(default=1, gt=0)
+    """Processes that tokenise the rows of a long file."""
 
 
 class EnvironmentSection(Section):
@@ -72,6 +129,8 @@ class EnvironmentSection(Section):
     """A name of `polyturn env list`, or `package.module:Class`."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment, checked against its constructor."""
+    rewards: tuple[RewardEntry, ...] = Field(default=(), strict=False)
+    """Further rewards, beside what the environment scores itself."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
     """Weight of each outcome component; components not named weigh 1."""
 

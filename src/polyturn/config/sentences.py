@@ -26,13 +26,20 @@ def section_of(annotation: Any) -> type[Section] | None:
     return annotation if inspect.isclass(annotation) and issubclass(annotation, Section) else None
 
 
+def item_section_of(annotation: Any) -> type[Section] | None:
+    """The section class of the items of a list, None where a field is no list of sections."""
+    arguments = get_args(annotation)
+    return section_of(arguments[0]) if get_origin(annotation) is tuple and arguments else None
+
+
 def sections(model: type[Section] = Recipe, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type[Section]]]:
-    """Every section of the schema with its path, in the order of the schema."""
+    """Every section of the schema with its path, in the order of the schema; `name[]` holds a list of them."""
     for name, field in model.model_fields.items():
-        inner = section_of(field.annotation)
-        if inner is not None:
-            yield (*path, name), inner
-            yield from sections(inner, (*path, name))
+        inner, item = section_of(field.annotation), item_section_of(field.annotation)
+        found, step = (inner, name) if inner is not None else (item, f"{name}[]")
+        if found is not None:
+            yield (*path, step), found
+            yield from sections(found, (*path, step))
 
 
 def required(model: type[Section], path: tuple[str, ...] = ()) -> list[str]:

@@ -35,6 +35,11 @@ def parse_hub_path(path: str, *, default_split: str) -> HubDataset:
     return HubDataset(id=match["id"], config=match["config"], split=match["split"] or default_split)
 
 
+def with_split(path: str, split: str) -> str:
+    """`path` with `split` named, where it is a hub data set that names none; other paths as they are."""
+    return f"{path}@{split}" if path.startswith(PREFIX) and "@" not in path else path
+
+
 def read_hub_rows(path: str, *, default_split: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Rows of a split as (`path@split:number`, row), numbered from 1.
 

@@ -1,75 +1,78 @@
-"""Reads rows of a user's file or hub data set; what is wrong with one is said with file and line."""
+"""Rows of a user's data, wherever they lie; what is wrong with one is said with file and line."""
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, Protocol
 
 from polyturn.data.hub import PREFIX, read_hub_rows
+from polyturn.data.readers import RowFile
+from polyturn.data.records import Record
 from polyturn.errors import DataError
 
 
-def read_rows(path: str | Path, *, default_split: str = "train") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows of a JSONL file (`.gz` too), or of `hf:owner/name`, as (`file:line`, row). Blank lines are passed over.
+class RowSource(Protocol):
+    """Records to iterate over; afterwards `notes` and `blank_lines` say what was passed over."""
 
-    `default_split` is for a hub data set whose name says none.
+    path: str
+    notes: list[str]
+    blank_lines: int
+
+    @property
+    def shown(self) -> str:
+        """What the source is, in words."""
+
+    def place(self, line: int) -> str:
+        """`file:line`."""
+
+    def __iter__(self) -> Iterator[Record]: ...
+
+
+class ListedRows:
+    """A `RowSource` of rows that come as (place, row) from elsewhere than a file, numbered from 1."""
+
+    def __init__(self, path: str, shown: str, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        self.path = path
+        self.shown = shown
+        self.notes: list[str] = []
+        self.blank_lines = 0
+        self._rows = rows
+        self._places: dict[int, str] = {}
+
+    def place(self, line: int) -> str:
+        """The place that came with the row."""
+        return self._places.get(line, self.path)
+
+    def __iter__(self) -> Iterator[Record]:
+        number = 0
+        for number, (where, row) in enumerate(self._rows, 1):
+            self._places[number] = where
+            yield Record(line=number, row=row)
+        if number == 0:
+            yield Record(line=0, problem="no rows")
+
+
+def open_rows(path: str | Path) -> RowSource:
+    """The rows of a file, or of a hub data set. Raises DataError when there is no such file."""
+    if str(path).startswith(PREFIX):
+        return ListedRows(str(path), "a hub data set", read_hub_rows(str(path), default_split="train"))
+    return RowFile(path)
+
+
+def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows as (`file:line`, row). Blank lines are passed over.
 
     Raises:
-        DataError: a missing or empty file, one that is not gzip though it is called so, text that is not UTF-8, a line
-            that is not one JSON object, a data set that can't be loaded.
-        MissingDependencyError: a hub data set without the package that reads it.
+        DataError: every line that is no row, a line each, once the rows are through; a missing or empty file.
+        MissingDependencyError: a Parquet file without pyarrow.
     """
-    on_hub = str(path).startswith(PREFIX)
-    rows = read_hub_rows(str(path), default_split=default_split) if on_hub else _file_rows(path)
-    count = 0
-    for where, row in rows:
-        count += 1
-        yield where, row
-    if count == 0:
-        raise DataError(f"{path} holds no rows; a JSONL file has one JSON object a line")
-
-
-def _file_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    file = Path(path)
-    if not file.is_file():
-        raise DataError(f"{path} does not exist; give a JSONL file, or hf:owner/name for a data set on the hub")
-    for number, raw in _lines(file):
-        where = f"{path}:{number}"
-        try:
-            text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise DataError(f"{where}: not UTF-8 (byte {error.start}); save the file as UTF-8") from error
-        if text:
-            yield where, _row(text, where)
-
-
-def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines of a plain or gzip file with their numbers, from 1."""
-    number = 0
-    with cast("IO[bytes]", gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb")) as lines:
-        try:
-            for number, raw in enumerate(lines, 1):
-                yield number, raw
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise DataError(f"{file}:{number + 1}: broken gzip data ({error}); copy the file again, or unpack it") from error
-
-
-def _row(text: str, where: str) -> dict[str, Any]:
-    rule = "one JSON object a line is needed"
-    try:
-        row = json.loads(text, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); {rule}") from error
-    except (ValueError, RecursionError) as error:  # nan, a number of thousands of digits, brackets without end
-        raise DataError(f"{where}: not JSON ({error}); {rule}") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: a {type(row).__name__}, not a JSON object; {rule}")
-    return row
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number there, write null")
+    source = open_rows(path)
+    problems = []
+    for record in source:
+        if record.row is None:
+            problems.append(f"{source.place(record.line)}: {record.problem}")
+        else:
+            yield source.place(record.line), dict(record.row)
+    if problems:
+        raise DataError("\n".join(problems))

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from polyturn.errors import DataError, EnvironmentSetupError
-from polyturn.types import Json, Message, Split, Task, TaskSource
+from polyturn.types import Json, Message, Row, Split, Task, TaskSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,8 @@ class Reply:
 
     text: str
     truncated: bool = False
+    num_tokens: int = field(default=0, compare=False)
+    """Sampled tokens; 0 where nobody counted, as in a reply typed in by hand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,12 @@ class Environment(ABC):
     """Sum of the outcome components of a solved task: reaching it is success."""
     names_states: ClassVar[bool] = False
     """Whether every step gives a `state_key`, which `gigpo` compares turns by."""
+    reads_formats: ClassVar[bool] = False
+    """Whether rows of a file must be in a built-in format, and come through `task_from_example`."""
+    needs_answer: bool = True
+    """Whether such a row must have a reference answer or tests."""
+    scores: bool = True
+    """Whether `rewards` gives anything; an environment without it needs `environment.rewards` in the recipe."""
 
     @abstractmethod
     def tasks(self, split: Split, seed: int) -> TaskSource:
@@ -94,6 +102,20 @@ class Environment(ABC):
     def task_from_row(self, row: Mapping[str, Any], task_id: str) -> Task:
         """A task from one row of the user's file. Raises DataError with the field and the rule when the row is wrong."""
         raise DataError(f"environment {self.name} makes its own tasks and reads no data file; remove data.path")
+
+    def task_from_example(self, row: Row) -> Task:
+        """A task from a row in a built-in format, for an environment that `reads_formats`. Its options lie in `info`."""
+        options: dict[str, Json] = {
+            "aliases": list(row.aliases),
+            "tests": list(row.tests),
+            "test_cases": list(row.test_cases),
+            "difficulty": row.difficulty,
+            "tags": list(row.tags),
+            "follow_up": row.follow_up,
+            "follow_up_response": row.follow_up_response,
+        }
+        info = dict(row.rest) | {name: value for name, value in options.items() if value not in (None, [])}
+        return Task(id=row.where, environment=self.name, messages=row.messages, answer=row.answer, info=info)
 
     @abstractmethod
     async def setup(self, task: Task) -> Any:
@@ -106,6 +128,10 @@ class Environment(ABC):
     @abstractmethod
     async def rewards(self, state: Any) -> Mapping[str, float | None]:
         """Outcome components by name, None for one that can't be computed. Also called when a limit ended the trajectory."""
+
+    def succeeded(self, task: Task, outcome: Mapping[str, float | None]) -> bool:
+        """Whether a trajectory of `task` with this outcome solved it."""
+        return sum(value for value in outcome.values() if value is not None) >= self.full_marks - 1e-6
 
     async def close(self, state: Any) -> None:
         """Free what `setup` took. Called once per trajectory, however it ended."""

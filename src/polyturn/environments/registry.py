@@ -11,6 +11,7 @@ from polyturn.environments.base import Environment
 from polyturn.errors import EnvironmentSetupError, UserError, nearest
 
 BUILTIN = {
+    "chat": "polyturn.environments.builtin.chat:Chat",
     "gsm8k": "polyturn.environments.builtin.gsm8k:Gsm8k",
     "lookup": "polyturn.environments.builtin.lookup:Lookup",
 }

@@ -13,10 +13,11 @@ from polyturn.advantages.base import Estimator
 from polyturn.advantages.registry import build_estimator
 from polyturn.config.resolve import Resolved, resolve
 from polyturn.config.schema import Recipe
-from polyturn.environments import build_environment
 from polyturn.environments.base import Environment
+from polyturn.environments.rewards.registry import Resources
 from polyturn.errors import ConfigError, ModelError
-from polyturn.loop.tasks import held_out_tasks, load_tasks
+from polyturn.loop.parts import component_weights, recipe_environment
+from polyturn.loop.tasks import held_out_tasks, load_tasks, open_stream
 from polyturn.metrics.run_folder import refuse_name
 from polyturn.models.folder import BUILTIN_POSITIONS, SMOLLM2, TINY, local_folder, max_positions
 from polyturn.models.smollm2 import check_smollm2
@@ -40,16 +41,20 @@ class Checked:
         return self.resolved.recipe
 
 
-def check(recipe: Recipe, *, model: str | None = None) -> Checked:
+def check(recipe: Recipe, *, model: str | None = None, resources: Resources | None = None) -> Checked:
     """Build everything light and resolve the rest. `model` is what will be loaded in place of `model.path`.
+
+    `resources` are what rewards may ask for, such as a sandbox.
 
     Raises:
         UserError: the first thing that is wrong, as one sentence (several bad rows: a line each).
     """
     refuse_name(recipe.run.name)
-    environment = build_environment(recipe.environment.id, recipe.environment.args)
+    environment = recipe_environment(recipe, resources)
+    component_weights(recipe)
     train_tasks = load_tasks(recipe, environment, "train")
     resolved = resolve(recipe, num_train_tasks=train_tasks.size)
+    open_stream(recipe, train_tasks)
     estimator = build_estimator(recipe.algorithm.advantage, recipe.algorithm.advantage_options)
     refuse_without_states(recipe, environment, estimator)
     eval_tasks = held_out_tasks(resolved.recipe, environment)

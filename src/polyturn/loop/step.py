@@ -13,6 +13,7 @@ from polyturn.config.schema import Recipe, filled
 from polyturn.engine.base import Engine
 from polyturn.environments.base import Environment
 from polyturn.errors import SampleError, TooManyDroppedError
+from polyturn.loop.parts import component_weights
 from polyturn.rendering.renderer import Renderer
 from polyturn.rollouts.driver import rollout_groups
 from polyturn.rollouts.episode import Limits, Player, Sampling
@@ -41,7 +42,7 @@ def player_for(
         sampling=Sampling(
             temperature=0.0 if greedy else rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p
         ),
-        reward_weights=recipe.environment.reward_weights,
+        reward_weights=component_weights(recipe),
         seed_key=f"{recipe.run.seed}/{seed_key}",
     )
 

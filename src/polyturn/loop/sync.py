@@ -18,14 +18,15 @@ from pathlib import Path
 from polyturn.advantages.base import GroupAdvantages
 from polyturn.config.resolve import write_resolved
 from polyturn.config.schema import filled
-from polyturn.data.stream import TaskStream
+from polyturn.data.stream import Stream
 from polyturn.engine.base import Engine
 from polyturn.errors import TrainingError
 from polyturn.loop.build import Policy, build_engine_and_bridge, build_trainer, load_policy
 from polyturn.loop.check import Checked, chat_template
 from polyturn.loop.evaluate import Evaluation, evaluate
+from polyturn.loop.openings import refuse_long_openings
 from polyturn.loop.step import BatchReport, DropGuard, build_batches, make_groups, player_for
-from polyturn.loop.tasks import authors_code
+from polyturn.loop.tasks import authors_code, open_stream
 from polyturn.metrics.run_folder import RunFolder
 from polyturn.metrics.sinks import MetricsLog
 from polyturn.metrics.spans import Spans
@@ -52,7 +53,7 @@ class Run:
     trainer: Trainer
     engine: Engine
     bridge: WeightBridge
-    stream: TaskStream
+    stream: Stream
     log: MetricsLog
     guard: DropGuard
     spans: Spans
@@ -73,6 +74,7 @@ async def build_run(checked: Checked, folder: RunFolder, log: MetricsLog, say: C
     """Load the policy and build trainer, engine and bridge around it. Raises UserError for what can't be loaded."""
     recipe = checked.recipe
     policy = await load_policy(recipe, checked.environment, say)
+    refuse_long_openings(recipe, checked.train_tasks, policy.renderer)
     trainer = build_trainer(recipe, policy.model)
     engine, bridge = build_engine_and_bridge(recipe, trainer)
     return Run(
@@ -82,7 +84,7 @@ async def build_run(checked: Checked, folder: RunFolder, log: MetricsLog, say: C
         trainer=trainer,
         engine=engine,
         bridge=bridge,
-        stream=TaskStream(checked.train_tasks, seed=recipe.run.seed, shuffle=recipe.data.shuffle),
+        stream=open_stream(recipe, checked.train_tasks),
         log=log,
         guard=DropGuard(recipe.rollout.max_dropped_share, recipe.rollout.dropped_window_steps),
         spans=Spans(),

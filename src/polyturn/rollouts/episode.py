@@ -113,6 +113,7 @@ class _Episode:
         self.turns: list[Turn] = []
         self.end: EndReason = "fault"
         self.outcome: Mapping[str, float | None] = {}
+        self.success = False
         self.reason: str | None = None
         self.state: Any = None
         self.opened = False
@@ -124,6 +125,7 @@ class _Episode:
         conversation = self.player.renderer.open(self.task.messages)
         self.end = await self._turns(conversation)
         self.outcome = await self._ask("rewards", environment.rewards, self.state, check=checked_outcome)
+        self.success = bool(environment.succeeded(self.task, self.outcome))
 
     async def _turns(self, conversation: Conversation) -> EndReason:
         limits = self.player.limits
@@ -142,7 +144,7 @@ class _Episode:
             truncated = completion.stop_reason == "length"
             # Kept before the environment speaks, so that a fault in its step loses no tokens of the record.
             self.turns.append(_turn(delta.ids, delta.continues, completion, text, StepResult()))
-            reply = Reply(text=text, truncated=truncated)
+            reply = Reply(text=text, truncated=truncated, num_tokens=len(completion.ids))
             result = await self._ask("step", self.player.environment.step, self.state, reply, check=checked_step)
             self.turns[-1] = _turn(delta.ids, delta.continues, completion, text, result)
             if result.done:
@@ -196,7 +198,7 @@ class _Episode:
     def fault(self, reason: str) -> None:
         """End with a fault. A second one (in `close`) is added to the first."""
         reason = reason if self.reason is None else f"{self.reason}; then {reason}"
-        self.end, self.reason, self.outcome = "fault", reason, {}
+        self.end, self.reason, self.outcome, self.success = "fault", reason, {}, False
 
     async def close(self) -> None:
         if self.opened:
@@ -214,7 +216,7 @@ class _Episode:
             end_reason=self.end,
             outcome=self.outcome,
             outcome_reward=reward,
-            success=_full(self.outcome, self.player.environment.full_marks),
+            success=self.success,
             fault=self.reason,
         )
 
@@ -242,10 +244,10 @@ def _cancellations() -> int | None:
 
 
 def _weighted(outcome: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
-    """Weighted sum of the components that are there; None when none is."""
-    known = [weights.get(name, 1.0) * value for name, value in outcome.items() if value is not None]
+    """Weighted sum of the components that are there; None when none is. `judge/clarity` weighs what `judge` does."""
+    known = [
+        weights.get(name, weights.get(name.partition("/")[0], 1.0)) * value
+        for name, value in outcome.items()
+        if value is not None
+    ]
     return sum(known) if known else None
-
-
-def _full(outcome: Mapping[str, float | None], full_marks: float) -> bool:
-    return sum(value for value in outcome.values() if value is not None) >= full_marks - 1e-6

@@ -36,7 +36,7 @@ print(json.dumps([shown, sorted(sys.modules)]))
 """
 
 HELPS = {
-    "--help": ["train", "eval", "rollout", "replay", "warmstart", "env"],
+    "--help": ["train", "eval", "rollout", "replay", "warmstart", "env", "data"],
     "train --help": ["RECIPE.yaml", "section.key=value", "--dry-run"],
     "eval --help": ["RECIPE.yaml", "--model", "--episodes", "--samples", "--json"],
     "rollout --help": ["RECIPE.yaml", "section.key=value", "--out", "--tasks", "--model"],
@@ -45,6 +45,12 @@ HELPS = {
     "env --help": ["list", "check"],
     "env list --help": ["List built-in environments"],
     "env check --help": ["ID", "key=value", "--data", "--seed"],
+    "data --help": ["check", "show", "split", "convert", "new"],
+    "data check --help": ["FILE|ID", "--recipe", "--transform", "--run-tests", "--no-cache", "--all", "--json"],
+    "data show --help": ["--rows", "--line"],
+    "data split --help": ["--val", "--seed"],
+    "data convert --help": ["OUT", "--format"],
+    "data new --help": ["--format", "--force"],
     "--version": [__version__],
 }
 

@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from polyturn.data.hub import HubDataset, parse_hub_path
+from polyturn.data.hub import HubDataset, parse_hub_path, with_split
 from polyturn.data.rows import read_rows
 from polyturn.errors import DataError, MissingDependencyError
 
@@ -32,7 +32,7 @@ def test_a_packed_file_is_read_as_the_plain_one(tmp_path):
 def test_what_is_wrong_in_a_packed_file_is_said_with_its_line(tmp_path):
     packed = tmp_path / "rows.jsonl.gz"
     packed.write_bytes(gzip.compress(LINES + b"\n[]"))
-    with pytest.raises(DataError, match=r"rows.jsonl.gz:4: a list, not a JSON object"):
+    with pytest.raises(DataError, match=r"rows.jsonl.gz:4: the line is a list; an object is needed"):
         list(read_rows(packed))
 
 
@@ -101,8 +101,8 @@ def test_rows_of_a_data_set_say_where_they_are_from(hub):
 
 
 def test_the_split_is_the_named_one_or_the_one_asked_for(hub):
-    list(read_rows("hf:owner/name", default_split="test"))
-    list(read_rows("hf:owner/name@validation", default_split="test"))
+    list(read_rows(with_split("hf:owner/name", "test")))
+    list(read_rows(with_split("hf:owner/name@validation", "test")))
     assert [split for _, _, split in hub] == ["test", "validation"]
 
 
@@ -111,7 +111,7 @@ def test_a_data_set_that_can_not_be_loaded_is_a_sentence(hub):
         list(read_rows("hf:owner/gone"))
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith("hf:owner/gone: datasets could not load split 'train' (FileNotFoundError: Dataset ")
-    with pytest.raises(DataError, match="holds no rows"):
+    with pytest.raises(DataError, match="hf:owner/name@empty: no rows"):
         list(read_rows("hf:owner/name@empty"))
 
 

@@ -41,9 +41,9 @@ def test_every_bad_row_is_named_in_one_go(tmp_path):
     [
         ("", "holds no rows"),
         ("\n\n", "holds no rows"),
-        ("red\n", r"rows\.jsonl:1: not JSON"),
-        ("[1]\n", r"rows\.jsonl:1: a list, not a JSON object"),
-        ('{"answer": "red"}\n{"answer": \n', r"rows\.jsonl:2: not JSON"),
+        ("red\n", r"rows\.jsonl:1: not valid JSON"),
+        ("[1]\n", r"rows\.jsonl:1: this element is a number; an object is needed"),
+        ('{"answer": "red"}\n{"answer": \n', r"rows\.jsonl:2: not valid JSON"),
     ],
 )
 def test_files_that_hold_no_rows(tmp_path, content, says):

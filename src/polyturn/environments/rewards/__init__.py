@@ -1,1 +1,1 @@
-"""What environments score with. Nothing here knows tasks or trajectories."""
+"""What environments score with: one small file a reward. `view` is what a reward sees, `base` runs it, `registry` finds it."""

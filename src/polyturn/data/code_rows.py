@@ -1,0 +1,113 @@
+"""Rows whose reference is a program: is it one, is it tidy, does it pass the row's own tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from polyturn.data.findings import Finding
+from polyturn.data.formats import BY_NAME
+from polyturn.programs import CodeRunner, fenced_blocks, program_in, syntax_problem
+from polyturn.types import Row
+
+STYLE_RULES = "E4,E7,F,B"
+_STYLE_LIMIT_S = 60.0
+_MOST_REMARKS = 3
+_RUNS_AT_ONCE = 8
+
+
+def is_code(row: Row) -> bool:
+    """Whether the reference of a row is a program: tests score it, or it holds a block tagged as Python."""
+    if row.answer is None:
+        return False
+    return bool(row.tests or row.test_cases) or any(tag.startswith("py") for tag, _ in fenced_blocks(row.answer))
+
+
+def syntax_findings(line: int, row: Row) -> list[Finding]:
+    """What is wrong with the program and the tests of a row, by their syntax alone."""
+    tested = bool(row.tests or row.test_cases)
+    found: list[Finding] = []
+    for index, test in enumerate(row.tests):
+        problem = syntax_problem(test)
+        if problem:
+            reason = f"tests[{index}] is not valid Python: {problem}"
+            found.append(Finding(line=line, severity="error", kind="tests", reason=reason))
+    if not is_code(row):
+        return found
+    name = BY_NAME[row.format].answer
+    program = program_in(row.answer or "")
+    if program.dress == "empty_fence":
+        found.append(
+            Finding(line=line, severity="warning", kind="code", reason=f"the code fence in {name!r} is empty: no code to run")
+        )
+    elif program.dress == "none":
+        found.append(Finding(line=line, severity="warning", kind="code", reason=f"{name!r} holds no code"))
+    elif (problem := syntax_problem(program.code)) is not None:
+        reason = f"the code in {name!r} is not valid Python: {problem}"
+        found.append(Finding(line=line, severity="error" if tested else "warning", kind="code", reason=reason))
+    return found
+
+
+def find_ruff() -> str | None:
+    """The program `ruff`, where it is installed."""
+    beside = Path(sys.executable).parent / "ruff"
+    return str(beside) if beside.is_file() else shutil.which("ruff")
+
+
+def style_findings(rows: Iterable[tuple[int, Row]], ruff: str) -> list[Finding]:
+    """Remarks of ruff on the programs of `rows`, at most three a row; rows that are no valid Python are passed over."""
+    with tempfile.TemporaryDirectory(prefix="polyturn-style-") as folder:
+        count = 0
+        for line, row in rows:
+            code = program_in(row.answer or "").code
+            if is_code(row) and code and syntax_problem(code) is None:
+                (Path(folder) / f"{line}.py").write_text(code + "\n", encoding="utf-8")
+                count += 1
+        if not count:
+            return []
+        command = [ruff, "check", "--isolated", "--no-cache", "--exit-zero", "--output-format=json", f"--select={STYLE_RULES}"]
+        try:
+            run = subprocess.run([*command, folder], capture_output=True, text=True, timeout=_STYLE_LIMIT_S, check=False)
+            remarks = json.loads(run.stdout)
+        except (subprocess.TimeoutExpired, OSError, ValueError) as error:
+            reason = f"ruff could not look at the style ({type(error).__name__})"
+            return [Finding(line=0, severity="warning", kind="style", reason=reason)]
+    by_line: defaultdict[int, list[str]] = defaultdict(list)
+    for remark in remarks:
+        words = f"line {remark['location']['row']} {remark['code']} {remark['message']}"
+        by_line[int(Path(remark["filename"]).stem)].append(words)
+    return [
+        Finding(line=line, severity="warning", kind="style", reason=f"style: {_joined(found)}")
+        for line, found in sorted(by_line.items())
+    ]
+
+
+async def run_references(rows: Sequence[tuple[int, Row]], runner: CodeRunner) -> tuple[list[Finding], int]:
+    """Run every reference against its row's own tests: an error for each that does not pass, and how many were run."""
+    slots = asyncio.Semaphore(_RUNS_AT_ONCE)
+
+    async def one(line: int, row: Row) -> Finding | None:
+        program = program_in(row.answer or "")
+        async with slots:
+            verdict = await runner.run_tests(program.code, row.tests)
+        if verdict.all_passed:
+            return None
+        passed = f"{sum(verdict.passed)} of {len(row.tests)} tests pass"
+        reason = f"the reference does not pass its own tests: {passed}" + (f" ({verdict.reason})" if verdict.reason else "")
+        return Finding(line=line, severity="error", kind="tests", reason=reason)
+
+    chosen = [(line, row) for line, row in rows if row.tests and row.answer is not None]
+    found = await asyncio.gather(*(one(line, row) for line, row in chosen))
+    return [finding for finding in found if finding is not None], len(chosen)
+
+
+def _joined(remarks: Sequence[str]) -> str:
+    shown = "; ".join(remarks[:_MOST_REMARKS])
+    return shown if len(remarks) <= _MOST_REMARKS else f"{shown}; and {len(remarks) - _MOST_REMARKS} more"

@@ -1,0 +1,162 @@
+"""Programs that models write: taking one out of a reply, and the seam to whatever runs it.
+
+A reply may be the program itself, or hold it in fences, as in
+
+    Here is the function:
+    ```python
+    def add(a, b): ...
+    ```
+
+The rule: of the fenced blocks, the last one tagged as Python counts; without such a tag the last one without any tag; else the
+last one. Blocks without text are passed over while another has some. A fence opens and closes at the start of a line (white
+space aside), so three backticks inside a line of the program close nothing, and a fence that is never closed runs to the end.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Dress = Literal["bare", "fence", "empty_fence", "none"]
+"""How a reply holds its program: as it is, in a fence, in a fence without text, or not at all."""
+
+_OPENING = re.compile(r"(?P<indent>[ \t]*)(?P<marks>`{3,}|~{3,})[ \t]*(?P<tag>[\w+.-]*)(?P<rest>.*)")
+_PYTHON_TAGS = frozenset(("python", "py", "python3", "py3"))
+_CODE_LINE = re.compile(
+    r"\s*(?:(?:async\s+def|def|class)\s+\w+\s*[(:]|(?:import|from)\s+\w[\w.]*\s*(?:$|import\b|as\b|,)"
+    r"|(?:for|while|if|with|try|else|elif|except)\b.*:\s*$|return\b(?!.*\.$)|@\w+|[\w.\[\]'\"]+(?:\s*,\s*[\w.\[\]'\"]+)*\s*[-+*/]?=(?!=)\s*\S"
+    r"|[\w.]+\(.*\)\s*$)"
+)
+MOST_CHARACTERS = 200_000
+"""Longer programs are not parsed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What a reply holds as its program; `code` is empty when `dress` is `empty_fence` or `none`."""
+
+    code: str
+    dress: Dress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What became of a program and its tests.
+
+    `loaded`: the program itself ran to its end. `passed` has one entry a test, False for those that were not reached. `reason`
+    says what ended it, None when all went well.
+
+    >>> Verdict(loaded=True, passed=(True, False), reason="AssertionError in test 2").share
+    0.5
+    """
+
+    loaded: bool
+    passed: tuple[bool, ...]
+    reason: str | None = None
+
+    @property
+    def share(self) -> float:
+        """Passed tests among all of them; 0 without tests."""
+        return sum(self.passed) / len(self.passed) if self.passed else 0.0
+
+    @property
+    def all_passed(self) -> bool:
+        """Whether the program ran, there were tests, and every one passed."""
+        return self.loaded and bool(self.passed) and all(self.passed)
+
+
+class CodeRunner(Protocol):
+    """Runs programs that nobody trusts. A limit that the program hits is a verdict; a fault of the runner's own is raised."""
+
+    async def run_tests(self, code: str, tests: Sequence[str]) -> Verdict:
+        """Run `code`, then each of `tests` (Python statements that see its names)."""
+
+
+def program_in(text: str) -> Program:
+    r"""The program in a reply, by the rule at the top of this module.
+
+    >>> program_in("So:\n```py\nx = 1\n```\nDone.").code
+    'x = 1'
+    >>> program_in("The function adds a and b.").dress
+    'none'
+    """
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    blocks = fenced_blocks(text)
+    if blocks:
+        filled = [(tag, code) for tag, code in blocks if code.strip()]
+        if not filled:
+            return Program(code="", dress="empty_fence")
+        python = [code for tag, code in filled if tag in _PYTHON_TAGS]
+        untagged = [code for tag, code in filled if not tag]
+        return Program(code=(python or untagged or [code for _, code in filled])[-1], dress="fence")
+    if looks_like_code(text):
+        return Program(code=text.strip("\n"), dress="bare")
+    return Program(code="", dress="none")
+
+
+def fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """Tag (lower case, may be empty) and text of every fenced block, in order. The last one may be open at the end."""
+    blocks: list[tuple[str, str]] = []
+    fence: re.Match[str] | None = None
+    inside: list[str] = []
+    for line in text.split("\n"):
+        if fence is None:
+            match = _OPENING.fullmatch(line)
+            # A line such as ```x``` is text in backticks, not a fence.
+            if match is not None and not (match["marks"][0] == "`" and "`" in match["rest"]):
+                fence, inside = match, []
+        elif _closes(line, fence):
+            blocks.append(_block(fence, inside))
+            fence = None
+        else:
+            inside.append(line)
+    if fence is not None:
+        blocks.append(_block(fence, inside))
+    return blocks
+
+
+def looks_like_code(text: str) -> bool:
+    """Whether a text without fences is a program, or at least tries to be one, rather than prose."""
+    stripped = text.strip()
+    if not stripped:
+        return False
+    if any(_CODE_LINE.match(line) for line in stripped.split("\n")):
+        return True
+    return "\n" not in stripped and not re.search(r"[^\W\d]\s+[^\W\d]", stripped) and syntax_problem(stripped) is None
+
+
+def syntax_problem(code: str) -> str | None:
+    r"""Why `code` is not valid Python, None when it is.
+
+    >>> syntax_problem("def f(:\n    pass")
+    'line 1: invalid syntax'
+    """
+    if len(code) > MOST_CHARACTERS:
+        return f"{len(code):,} characters, more than the {MOST_CHARACTERS:,} that are parsed"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(code)
+    except SyntaxError as error:
+        return f"line {error.lineno}: {error.msg}"
+    except (ValueError, RecursionError, MemoryError) as error:
+        return f"it can't be parsed ({type(error).__name__}: {error})"
+    return None
+
+
+def _closes(line: str, fence: re.Match[str]) -> bool:
+    """Whether `line` ends the block: the same mark, as many of it or more, nothing else, not far to the right."""
+    stripped = line.strip()
+    marks = fence["marks"]
+    indent = len(line) - len(line.lstrip())
+    return len(stripped) >= len(marks) and set(stripped) == {marks[0]} and indent <= len(fence["indent"]) + 3
+
+
+def _block(fence: re.Match[str], lines: Sequence[str]) -> tuple[str, str]:
+    code = "\n".join(lines)
+    return fence["tag"].lower(), textwrap.dedent(code) if fence["indent"] else code
