@@ -341,7 +341,7 @@ for family in (1, 2, 10, 16, 17):
         "reads the machine",
         """
 import os
-for path in ("/etc/shadow", "/etc/hostname", "/root/.bashrc", "/proc/1/environ", "/proc/kcore", "/dev/mem", "/dev/vda"):
+for path in ("/etc/shadow", "/etc/hostname", "/etc/sudoers", "/proc/1/environ", "/proc/kcore", "/dev/mem", "/dev/vda"):
     attempt(lambda: open(path, "rb").read(1))
 for folder in ("/root", "/home", "/sys", "/boot", "/mnt", "/opt", "/srv"):
     attempt(lambda: set(os.listdir(folder)) - set(os.__file__.split("/")) or False)
