@@ -101,3 +101,16 @@ def test_a_bad_row_ends_the_command_before_anything_loads(bench, chat):
         f"polyturn: error: {bench.folder}/rows.csv:7: 2 cells, and the first line names 4; quote a cell with commas",
     ]
     assert not bench.runs.exists()
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_rollout_takes_the_tasks_of_the_first_step_in_their_order(bench, chat, mixed):
+    entry = f"{{environment: chat, name: rows, weight: 1, path: {bench.folder}/rows.csv, rewards: [{{path: exact_match}}]}}"
+    # Without a mix the rows come easiest first; with one, rows and colours take turns.
+    words = [f"data.mix=[{entry}]", "rollout.groups_per_step=4"] if mixed else chat
+    path = bench.folder / "recorded.jsonl"
+    assert bench("rollout", *words, "--out", str(path)).code == 0
+    trained = bench("train", *words, "run.steps=1", "evaluation.episodes=0")
+    recorded = list(read_trajectories(path))
+    assert recorded == played(trained)
+    assert len({trajectory.task.environment for trajectory in recorded}) == (2 if mixed else 1)

@@ -263,7 +263,7 @@ class TrainerSection(Section):
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     step_deadline_s: float = Field(default=3600.0, gt=0)
-    """A training step that takes longer ends the run."""
+    """A training step, or the export at the end, that takes longer ends the run."""
     threads: int | None = Field(default=None, gt=0)
     """CPU threads of torch; None leaves them alone."""
 

@@ -21,7 +21,7 @@ from polyturn.loop.tiny import ensure_tiny
 from polyturn.models.folder import SMOLLM2, TINY, max_positions, model_folder
 from polyturn.models.load import load_model
 from polyturn.models.smollm2 import ensure_smollm2
-from polyturn.processes.threads import in_thread
+from polyturn.processes.threads import in_thread_within
 from polyturn.rendering.renderer import Renderer
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.trainer import Trainer
@@ -31,8 +31,12 @@ from polyturn.weight_sync.in_process import InProcessBridge
 Say: TypeAlias = Callable[[str], None]
 
 
+MAKE_MODEL_S = 900.0
+"""How long the model of a package may take to be made: half a minute where nothing else runs."""
+
+
 async def _smollm2(recipe: Recipe, environment: Environment, say: Say) -> Path:
-    return await in_thread(ensure_smollm2, say)
+    return await in_thread_within(MAKE_MODEL_S, f"making {SMOLLM2}", ensure_smollm2, say)
 
 
 BUILTIN_MODELS: Mapping[str, Callable[[Recipe, Environment, Say], Awaitable[Path]]] = {

@@ -6,16 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from polyturn.data.stream import TaskStream
 from polyturn.errors import ConfigError
 from polyturn.loop.build import build_engine, load_policy
 from polyturn.loop.check import Checked, chat_template
 from polyturn.loop.evaluate import Evaluation, evaluate, summarise
 from polyturn.loop.step import make_groups, player_for
-from polyturn.loop.tasks import held_out_tasks
+from polyturn.loop.tasks import held_out_tasks, open_stream
 from polyturn.loop.warmstart import Accuracy, WarmstartResult, WarmstartSettings, warmstart
 from polyturn.models.load import export_model
-from polyturn.processes.threads import in_thread
+from polyturn.processes.threads import in_thread_within
 from polyturn.rollouts.record import to_json, write_trajectories
 from polyturn.types import Trajectory
 
@@ -70,7 +69,7 @@ async def rollout_model(
         raise ConfigError(f"--tasks={count} but there are only {size} training tasks; give {size} or less")
     policy = await load_policy(recipe, checked.environment, say, path=model)
     engine = build_engine(recipe, policy.model)
-    tasks = TaskStream(checked.train_tasks, seed=recipe.run.seed, shuffle=recipe.data.shuffle).take(count)
+    tasks = open_stream(recipe, checked.train_tasks).take(count)
     player = player_for(recipe, checked.environment, policy.renderer, engine, FIRST_STEP)
     progress = _Progress(count * recipe.rollout.group_size, say)
     await engine.start()
@@ -79,7 +78,7 @@ async def rollout_model(
     finally:
         await engine.stop()
     rows = (to_json(trajectory) for group in groups for trajectory in group.trajectories)
-    await in_thread(write_trajectories, out, list(rows))
+    await in_thread_within(recipe.trainer.step_deadline_s, f"writing {out}", write_trajectories, out, list(rows))
     return summarise(groups, mode="sampled", max_dropped_share=recipe.rollout.max_dropped_share)
 
 
@@ -112,5 +111,7 @@ async def warmstart_model(
     result = await warmstart(
         recipe, environment, policy.renderer, policy.model, settings, source=checked.train_tasks, on_step=report
     )
-    await in_thread(partial(export_model, chat_template=chat_template(recipe)), policy.model, policy.folder, out)
+    export = partial(export_model, chat_template=chat_template(recipe))
+    what = f"the export of the model to {out}"
+    await in_thread_within(recipe.trainer.step_deadline_s, what, export, policy.model, policy.folder, out)
     return result

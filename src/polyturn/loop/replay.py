@@ -24,7 +24,7 @@ from polyturn.loop.build import build_trainer, load_policy
 from polyturn.loop.check import Checked, chat_template
 from polyturn.loop.step import BatchReport, build_batches
 from polyturn.models.load import export_model
-from polyturn.processes.threads import in_thread
+from polyturn.processes.threads import in_thread_within
 from polyturn.rollouts.record import read_trajectories
 from polyturn.types import Trajectory, TrajectoryGroup
 
@@ -66,10 +66,12 @@ async def replay(checked: Checked, path: Path, *, model: str | None, out: Path |
     trainer = build_trainer(recipe, policy.model)
     versions = [version for trajectory in recorded for turn in trajectory.turns for version in turn.policy_versions]
     trainer.version = max(versions, default=0)
+    limit_s = recipe.trainer.step_deadline_s
     with _equal_to_the_bit():
-        metrics = await in_thread(trainer.train, batches)
+        metrics = await in_thread_within(limit_s, "the trainer's step (trainer.step_deadline_s)", trainer.train, batches)
     if out is not None:
-        await in_thread(partial(export_model, chat_template=chat_template(recipe)), policy.model, policy.folder, out)
+        export = partial(export_model, chat_template=chat_template(recipe))
+        await in_thread_within(limit_s, f"the export of the model to {out}", export, policy.model, policy.folder, out)
     return Replayed(metrics=metrics, report=report, num_groups=len(groups))
 
 

@@ -31,8 +31,7 @@ from polyturn.metrics.run_folder import RunFolder
 from polyturn.metrics.sinks import MetricsLog
 from polyturn.metrics.spans import Spans
 from polyturn.models.load import export_model
-from polyturn.processes.deadlines import deadline
-from polyturn.processes.threads import in_thread
+from polyturn.processes.threads import in_thread_within
 from polyturn.processes.watchdog import LoopWatchdog
 from polyturn.rollouts.record import to_json, write_trajectories
 from polyturn.trainer.trainer import Trainer
@@ -116,9 +115,9 @@ async def train(run: Run) -> Outcome:
             after = await evaluate_now(run, step=steps)
     finally:
         await run.engine.stop()
-    await in_thread(
-        partial(export_model, chat_template=chat_template(recipe)), run.trainer.model, run.policy.folder, run.folder.export
-    )
+    export = partial(export_model, chat_template=chat_template(recipe))
+    limit_s, what = recipe.trainer.step_deadline_s, f"the export of the model to {run.folder.export}"
+    await in_thread_within(limit_s, what, export, run.trainer.model, run.policy.folder, run.folder.export)
     return Outcome(before=before, after=after, folder=run.folder.root, export=run.folder.export)
 
 
@@ -152,8 +151,7 @@ async def train_batches(run: Run, batches: Sequence[TrainBatch]) -> dict[str, fl
     if not batches:
         return {}
     limit_s = run.checked.recipe.trainer.step_deadline_s
-    async with deadline(limit_s, "the trainer's step (trainer.step_deadline_s)"):
-        return await in_thread(run.trainer.train, batches)
+    return await in_thread_within(limit_s, "the trainer's step (trainer.step_deadline_s)", run.trainer.train, batches)
 
 
 async def evaluate_now(run: Run, *, step: int) -> dict[str, Evaluation]:

@@ -21,7 +21,7 @@ from polyturn.environments.base import Environment
 from polyturn.errors import EnvironmentSetupError
 from polyturn.loop.step import player_for
 from polyturn.loop.tasks import authors_code
-from polyturn.processes.threads import in_thread
+from polyturn.processes.threads import in_thread_within
 from polyturn.rendering.renderer import Renderer
 from polyturn.rollouts.episode import play
 from polyturn.trainer.forward import to_tensors, trained_logprobs
@@ -136,17 +136,20 @@ async def warmstart(
     held_out = await _batch(recipe, environment, renderer, _tasks(source, 0, aside or 1))
     first, last = Phase(settings.max_steps, settings.learning_rate), Phase(settings.cooldown_steps, settings.learning_rate / 3)
     accuracy, nll, done = Accuracy(0.0, 0.0), float("nan"), 0
+    limit_s = recipe.trainer.step_deadline_s
     for phase, target in ((first, settings.target_accuracy), (last, None)):
         trainer = Trainer(model, phase.trainer_settings("constant" if phase is first else "linear"))
         for step in range(1, phase.steps + 1):
             start = done * settings.demonstrations_per_step
             tasks = _tasks(source, start, settings.demonstrations_per_step, aside=aside)
             batch = await _batch(recipe, environment, renderer, tasks)
-            metrics = await in_thread(trainer.train, [batch])
+            metrics = await in_thread_within(limit_s, "a step of the warm start", trainer.train, [batch])
             done, nll = done + 1, -metrics["logprob"]
             checked = None
             if step % settings.check_every == 0 or step == phase.steps:
-                accuracy = checked = await in_thread(token_accuracy, model, held_out, counted_ids)
+                accuracy = checked = await in_thread_within(
+                    limit_s, "the accuracy of the warm start", token_accuracy, model, held_out, counted_ids
+                )
             if on_step is not None:
                 on_step(done, nll, checked)
             if target is not None and checked is not None and checked.mean >= target and checked.worst >= settings.target_worst:

@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from polyturn.processes.deadlines import deadline
+
 Result = TypeVar("Result")
 
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -60,3 +62,9 @@ async def in_thread(function: Callable[..., Result], *arguments: Any) -> Result:
 def still_running() -> list[str]:
     """Calls that were given up on and have not come back. The process can't end in good order while there are any."""
     return sorted(thread.name for thread in _started if thread.is_alive())
+
+
+async def in_thread_within(limit_s: float, what: str, function: Callable[..., Result], *arguments: Any) -> Result:
+    """`in_thread` with a deadline. Raises DeadlineError that names `what`; the thread is then left to itself."""
+    async with deadline(limit_s, what):
+        return await in_thread(function, *arguments)

@@ -14,7 +14,7 @@ import pytest
 
 from polyturn.errors import DeadlineError
 from polyturn.processes.deadlines import deadline
-from polyturn.processes.threads import in_thread, still_running
+from polyturn.processes.threads import in_thread, in_thread_within, still_running
 
 SOURCE = Path(__file__).parents[3] / "src"
 
@@ -162,7 +162,7 @@ async def test_a_call_that_was_given_up_on_is_known_until_it_comes_back():
 
 HANGING = """
 import asyncio, threading
-from polyturn.processes.threads import in_thread, still_running
+from polyturn.processes.threads import in_thread, in_thread_within, still_running
 
 async def main():
     call = asyncio.create_task(in_thread(threading.Event().wait))
@@ -179,3 +179,13 @@ def test_a_call_that_hangs_does_not_hold_up_the_exit():
         [sys.executable, "-c", HANGING], capture_output=True, text=True, env={"PYTHONPATH": str(SOURCE)}, timeout=60
     )
     assert (run.returncode, run.stdout.strip()) == (0, "2"), run.stderr
+
+
+async def test_a_call_within_a_deadline_gives_its_result_or_names_the_wait():
+    assert await in_thread_within(30, "an answer", lambda number: number + 1, 1) == 2
+    release = threading.Event()
+    try:
+        with pytest.raises(DeadlineError, match=r"waited 0\.05 s for a call that hangs"):
+            await in_thread_within(0.05, "a call that hangs", release.wait, 60)
+    finally:
+        release.set()
