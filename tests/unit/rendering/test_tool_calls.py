@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyturn.rendering.tool_calls import CLOSE, OPEN, MalformedCall, ToolCall, format_tool_call, parse_tool_calls
+from polyturn.rendering.tool_calls import MalformedCall, ToolCall, format_tool_call, parse_tool_calls
+from polyturn.rendering.tool_calls.hermes import CLOSE, OPEN
 
 LOOK = ToolCall(name="look", arguments={"at": "x"})
 BODY = '{"name": "look", "arguments": {"at": "x"}}'
