@@ -37,12 +37,13 @@ _WANTED = {
 
 
 class JsonProblem(Exception):
-    """What is wrong with a value, and where in the reply, None for somewhere in the value."""
+    """What is wrong with a value, where in the reply (None for somewhere in the value), and where reading stopped."""
 
-    def __init__(self, words: str, at: int | None = None) -> None:
+    def __init__(self, words: str, at: int | None = None, stop: int | None = None) -> None:
         super().__init__(words)
         self.words = words
         self.at = at
+        self.stop = stop if stop is not None else at or 0
 
     def said(self, start: int) -> str:
         """With its place, counted from `start`."""
@@ -52,7 +53,11 @@ class JsonProblem(Exception):
 def read_value(source: Source, start: int) -> Steps[tuple[Json, int]]:
     """The value that starts there and where it ends. Raises JsonProblem."""
     end = yield from _end_of_value(source, start)
-    return _value(source.text[start:end]), end
+    try:
+        return _value(source.text[start:end]), end
+    except JsonProblem as problem:
+        problem.stop = end
+        raise
 
 
 def read_text(text: str) -> Json:
@@ -69,26 +74,26 @@ def write_value(value: Json) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def call_of(value: Json) -> Call:
-    """The call that an object with a name and arguments makes."""
+def call_of(value: Json, key: str = "arguments") -> Call:
+    """The call that an object with a name and arguments makes. `key` is what the family calls the arguments."""
     if not isinstance(value, Mapping):
-        return MalformedCall(problem=f"the call is a JSON {kind(value)}, not an object with name and arguments")
+        return MalformedCall(problem=f"the call is a JSON {kind(value)}, not an object with name and {key}")
     name = value.get("name")
     if not isinstance(name, str) or not name:
-        return MalformedCall(problem="the call has no name; it needs a name and arguments")
-    return named_call(name, value.get("arguments", value.get("parameters")))
+        return MalformedCall(problem=f"the call has no name; it needs a name and {key}")
+    return named_call(name, value.get("arguments", value.get("parameters")), key)
 
 
-def named_call(name: str, arguments: Json) -> Call:
+def named_call(name: str, arguments: Json, key: str = "arguments") -> Call:
     """The call of `name`, where its arguments are an object, or a text that holds one."""
     if isinstance(arguments, str):
         try:
             arguments = read_text(arguments)
         except JsonProblem as problem:
-            return MalformedCall(problem=f"the arguments of the call are not valid JSON: {problem.said(0)}")
+            return MalformedCall(problem=f"the {key} of the call are not valid JSON: {problem.said(0)}")
     if not isinstance(arguments, Mapping):
         found = "missing" if arguments is None else f"a JSON {kind(arguments)}"
-        return MalformedCall(problem=f"the arguments of the call are {found}; they must be an object")
+        return MalformedCall(problem=f"the {key} of the call are {found}; they must be an object")
     return ToolCall(name=name, arguments=arguments)
 
 
@@ -153,7 +158,7 @@ def _end_of_string(source: Source, start: int) -> Steps[int]:
     while True:
         at = yield from source.run(_PLAIN, at)
         if at == len(source.text):
-            raise JsonProblem("unterminated string that starts", start)
+            raise JsonProblem("unterminated string that starts", start, len(source.text))
         if source.text[at] == '"':
             return at + 1
         if source.text[at] != "\\":
@@ -162,7 +167,7 @@ def _end_of_string(source: Source, start: int) -> Steps[int]:
             yield
         letter = source.text[at + 1 : at + 2]
         if not letter:
-            raise JsonProblem("unterminated string that starts", start)
+            raise JsonProblem("unterminated string that starts", start, len(source.text))
         if letter not in '"\\/bfnrtu' or (letter == "u" and not _HEX.match(source.text, at + 2)):
             raise JsonProblem("invalid \\escape in a string", at)
         at += 6 if letter == "u" else 2

@@ -6,10 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 
 from polyturn.errors import ConfigError, nearest
 from polyturn.rendering.tool_calls.base import CallFormat, ToolSpec
+from polyturn.rendering.tool_calls.fenced import Fenced
 from polyturn.rendering.tool_calls.hermes import Hermes
+from polyturn.rendering.tool_calls.llama3 import Llama3
+from polyturn.rendering.tool_calls.mistral import Mistral
+from polyturn.rendering.tool_calls.xml_tags import XmlTags
 
 _MADE: Mapping[str, Callable[[Sequence[ToolSpec]], CallFormat]] = {
     "hermes": lambda specs: Hermes(),
+    "llama3": lambda specs: Llama3(),
+    "mistral": lambda specs: Mistral(),
+    "xml": XmlTags,
+    "fenced": Fenced,
 }
 CALL_FORMATS: tuple[str, ...] = tuple(_MADE)
 """The names that `call_format` knows."""

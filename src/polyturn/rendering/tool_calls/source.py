@@ -7,7 +7,7 @@ is more or the reply has ended. Nothing else depends on where pieces end, so a r
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable
 from typing import TypeAlias, TypeVar
 
 from polyturn.rendering.tool_calls.base import Call, ParsedReply
@@ -83,6 +83,13 @@ class Source:
             yield
         return self.text.startswith(literal, at)
 
+    def which(self, literals: Iterable[str], at: int) -> Steps[str | None]:
+        """The one of `literals` that stands there."""
+        for literal in literals:
+            if (yield from self.starts(literal, at)):
+                return literal
+        return None
+
 
 class SourceReader:
     """A `CallReader` over a grammar."""
@@ -138,8 +145,3 @@ def whole(text: str, steps: Callable[[Source], Steps[T]]) -> T:
 def shown(text: str, start: int, end: int, most: int = 20) -> str:
     """A quotation of what stands there, for a problem. Depends on nothing after `end`."""
     return repr(text[start : min(end, start + most)].rstrip())
-
-
-def marks(*groups: Sequence[str]) -> Tags:
-    """All of some marks."""
-    return Tags(*(tag for group in groups for tag in group))
