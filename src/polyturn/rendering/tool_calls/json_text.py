@@ -64,8 +64,9 @@ def read_text(text: str) -> Json:
     """The value that is all of `text`. Raises JsonProblem."""
     start = len(text) - len(text.lstrip())
     value, end = whole(text, lambda source: read_value(source, start))
-    if text[end:].strip():
-        raise JsonProblem("unexpected text after the value", end)
+    rest = text[end:].lstrip()
+    if rest:
+        raise JsonProblem("unexpected text after the value", len(text) - len(rest))
     return value
 
 
