@@ -11,13 +11,8 @@ is plain. What can't be read comes back as a `MalformedCall` with the reason, fo
 raises. See docs/tool_calls.md.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-
 from polyturn.rendering.tool_calls.base import Call, CallFormat, CallReader, MalformedCall, ParsedReply, ToolCall, ToolSpec
 from polyturn.rendering.tool_calls.registry import CALL_FORMATS, call_format
-from polyturn.types import Json
 
 __all__ = [
     "CALL_FORMATS",
@@ -29,16 +24,4 @@ __all__ = [
     "ToolCall",
     "ToolSpec",
     "call_format",
-    "format_tool_call",
-    "parse_tool_calls",
 ]
-
-
-def format_tool_call(name: str, arguments: Mapping[str, Json]) -> str:
-    """The text of a call in the form `hermes`."""
-    return call_format("hermes").write(name, arguments)
-
-
-def parse_tool_calls(reply: str, *, truncated: bool = False) -> ParsedReply:
-    """The calls of a reply in the form `hermes`."""
-    return call_format("hermes").parse(reply, truncated=truncated)
