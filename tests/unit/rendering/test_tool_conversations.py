@@ -186,3 +186,18 @@ def test_control_tokens_in_a_description_are_text():
     renderer = family("qwen").renderer()
     ids = renderer.open([user("x")], tools=TOOLS).prompt().ids
     assert ids.count(renderer.tokenizer.token_id("<|im_end|>")) == 2, "one for the system message, one for the question"
+
+
+@pytest.mark.parametrize("name", ["qwen", "llama3_tools", "mistral_tools"])
+def test_tools_are_announced_as_transformers_announces_them(name):
+    from transformers import PreTrainedTokenizerFast
+
+    one = family(name)
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=one.tokenizer.backend, bos_token=one.tokenizer.bos_token, eos_token=one.tokenizer.eos_token
+    )
+    messages = [{"role": role, "content": "look"} for role in ("system", "user", "assistant", "tool")]
+    expected = theirs.apply_chat_template(
+        messages, tools=TOOLS, chat_template=one.template, tokenize=False, add_generation_prompt=True
+    )
+    assert ChatTemplate.of(one.tokenizer, one.template).render(messages, True, TOOLS) == expected
