@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import doctest
 import json
+import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -211,3 +213,15 @@ def test_a_spec_is_what_templates_take():
 def test_the_documented_examples():
     for module in (tool_calls.base, tool_calls.registry):
         assert doctest.testmod(module).failed == 0
+
+
+def test_the_examples_of_the_page_are_calls():
+    """Every indented example under the heading of a format; nothing of it is text or malformed."""
+    page = (Path(__file__).parents[4] / "docs" / "tool_calls.md").read_text(encoding="utf-8")
+    for name in CALL_FORMATS:
+        section = page.split(f"\n### {name}\n")[1].split("\n#")[0]
+        for block in re.findall(r"(?:^    .*\n)+", section, re.MULTILINE):
+            found = FORMS[name].parse(textwrap.dedent(block))
+            assert all(call in (X, ToolCall(name="python", arguments={"code": "print(3 * (4 + 5))"})) for call in found.calls)
+            assert len(found.calls) >= 1
+            assert not found.text.strip()
