@@ -36,7 +36,7 @@ def test_a_call_that_fits_is_given_back(arguments):
     ("name", "arguments", "problem"),
     [
         ("bok", {}, "there is no tool 'bok'; did you mean book?"),
-        ("x" * 1000, {}, f"there is no tool '{'x' * 40}'; known: book, now"),
+        ("x" * 1000, {}, f"there is no tool '{'x' * 40}'; valid: book, now"),
         ("book", {}, "book needs the argument train"),
         ("book", {"train": "1", "seat": 2}, "book has no argument 'seat'; did you mean seats?"),
         ("now", {"zone": "utc"}, "now has no argument 'zone'; it takes none"),
