@@ -14,6 +14,7 @@ BUILTIN = {
     "chat": "polyturn.environments.builtin.chat:Chat",
     "gsm8k": "polyturn.environments.builtin.gsm8k:Gsm8k",
     "lookup": "polyturn.environments.builtin.lookup:Lookup",
+    "tools": "polyturn.environments.builtin.tools:Tools",
 }
 
 
