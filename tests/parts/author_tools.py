@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import ClassVar
 
 from polyturn.environments.tools import ToolError
 
@@ -59,7 +60,7 @@ def full(state, task, answer):
 class Shop:
     """A basket of one trajectory."""
 
-    closed: list[str] = []
+    closed: ClassVar[list[str]] = []
 
     def __init__(self, task):
         self.wanted = task.answer

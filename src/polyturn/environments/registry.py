@@ -15,6 +15,7 @@ BUILTIN = {
     "gsm8k": "polyturn.environments.builtin.gsm8k:Gsm8k",
     "lookup": "polyturn.environments.builtin.lookup:Lookup",
     "tools": "polyturn.environments.builtin.tools:Tools",
+    "user_sim": "polyturn.environments.builtin.user_sim:UserSim",
 }
 
 

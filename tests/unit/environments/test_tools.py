@@ -220,18 +220,38 @@ async def test_rows_of_a_file_keep_the_contract(tmp_path):
         ({"tools": ["parts.author_tools:STOCK"]}, EnvironmentSetupError, "is no function"),
         ({"tools": ["parts.author_tools:put"]}, EnvironmentSetupError, "tool put takes the state of its trajectory"),
         ({"tools": ["parts.author_tools:Shop", "parts.author_tools:add"]}, EnvironmentSetupError, "name it alone"),
-        ({"tools": "parts.author_tools:Shop", "state": "parts.author_tools:make_basket"}, EnvironmentSetupError, "name it alone"),
+        (
+            {"tools": "parts.author_tools:Shop", "state": "parts.author_tools:make_basket"},
+            EnvironmentSetupError,
+            "name it alone",
+        ),
         ({"tools": "parts.author_tools:NoTools"}, EnvironmentSetupError, "NoTools has no public methods"),
         ({"tools": [3]}, EnvironmentSetupError, "3 is no dotted path"),
-        ({"tools": ["parts.author_tools:add"], "exact": True, "score": "parts.author_tools:full"}, EnvironmentSetupError, "two verdicts"),
-        ({"tools": ["parts.author_tools:add"], "exact": True, "need_answer": False}, EnvironmentSetupError, "leave need_answer"),
+        (
+            {"tools": ["parts.author_tools:add"], "exact": True, "score": "parts.author_tools:full"},
+            EnvironmentSetupError,
+            "two verdicts",
+        ),
+        (
+            {"tools": ["parts.author_tools:add"], "exact": True, "need_answer": False},
+            EnvironmentSetupError,
+            "leave need_answer",
+        ),
         ({"tools": ["parts.author_tools:add"], "score": "parts.author_tools:STOCK"}, EnvironmentSetupError, "can't be called"),
-        ({"tools": ["parts.author_tools:add"], "state": "builtins:pow"}, EnvironmentSetupError, r"pow is called with \(task\) or less"),
+        (
+            {"tools": ["parts.author_tools:add"], "state": "builtins:pow"},
+            EnvironmentSetupError,
+            r"pow is called with \(task\) or less",
+        ),
         ({"tools": ["parts.author_tools:add"], "announce": "templat"}, EnvironmentSetupError, "did you mean template"),
         ({"tools": ["parts.author_tools:add"], "answer_tag": "<a>"}, EnvironmentSetupError, "is no tag"),
         ({"tools": ["parts.author_tools:add"], "tool_format": "hermess"}, ConfigError, "did you mean hermes"),
         ({"tools": ["parts.author_tools:add"], "call_deadline_s": 0}, EnvironmentSetupError, "call_deadline_s=0 must be"),
-        ({"tools": ["parts.author_tools:add"], "mcp": {"url": "http://127.0.0.1:1"}}, EnvironmentSetupError, "takes one of the two"),
+        (
+            {"tools": ["parts.author_tools:add"], "mcp": {"url": "http://127.0.0.1:1"}},
+            EnvironmentSetupError,
+            "takes one of the two",
+        ),
     ],
 )
 def test_arguments_that_are_refused(arguments, error, said):

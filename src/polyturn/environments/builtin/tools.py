@@ -135,7 +135,7 @@ class Tools(Environment):
         raise DataError("environment tools reads rows in a built-in format only")
 
     def task_from_example(self, row: Row) -> Task:
-        """The row's messages, behind one that says what tools there are. Raises DataError for demonstrated calls that can't be."""
+        """The row's messages, behind one that says what tools there are. Raises DataError for `calls` that can't be made."""
         task = super().task_from_example(row)
         _demonstrated(task, self.toolbox.specs)
         messages = task.messages

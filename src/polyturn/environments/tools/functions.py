@@ -3,7 +3,7 @@
     def add(a: int, b: int = 0) -> int:
         '''Add two numbers.
 
-        Args:
+Args:
             a: The first one.
             b: The other one.
         '''
@@ -82,7 +82,7 @@ def function_tool(function: object, *, method: bool = False) -> FunctionTool:
     """A tool from a function, or with `method` from one whose first parameter is the object it belongs to.
 
     Raises:
-        EnvironmentSetupError: naming the parameter without a hint, of a kind or type that JSON can't say, or with such a default.
+        EnvironmentSetupError: naming the parameter without a hint, or of a type or with a default that JSON can't say.
     """
     if not isinstance(function, types.FunctionType) or not function.__name__.isidentifier():
         raise EnvironmentSetupError(f"{function!r:.80} is no function with a name; write a def with type hints")
@@ -124,7 +124,9 @@ def method_tools(cls: type, *, without: tuple[str, ...]) -> Iterator[FunctionToo
         if name.startswith("_") or name in without:
             continue
         if isinstance(member, staticmethod | classmethod):
-            raise EnvironmentSetupError(f"{cls.__name__}.{name} is a {type(member).__name__}; make it a method, or name it _{name}")
+            raise EnvironmentSetupError(
+                f"{cls.__name__}.{name} is a {type(member).__name__}; make it a method, or name it _{name}"
+            )
         if isinstance(member, types.FunctionType):
             yield function_tool(member, method=True)
 

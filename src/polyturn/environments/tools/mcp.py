@@ -104,13 +104,15 @@ class McpServer:
         return self._tools
 
     async def start(self) -> None:
-        """Open the shared connection; with one for each trajectory, try one. Raises as `tools` does, or when the list has changed."""
+        """Open the shared connection, or try one of those to come. Raises as `tools` does, or when the list has changed."""
         self._connecting, self._reconnected = asyncio.Lock(), False
         connection = await self._opened()
         found = self._chosen(connection)
         if self._tools is not None and found != self._tools:
             await self.stop()
-            raise EnvironmentSetupError(f"{self.settings.where} lists other tools than a moment ago; let it always list the same")
+            raise EnvironmentSetupError(
+                f"{self.settings.where} lists other tools than a moment ago; let it always list the same"
+            )
         self._tools = found
         if self.settings.session == "shared":
             self._shared = connection
@@ -217,6 +219,7 @@ class Connection:
             ToolError: the server marks it as an error, or says that the arguments are wrong.
             ResourceError: the server is gone, or answers against its protocol.
         """
+        import mcp_types
         from mcp import MCPError
 
         if self.lost:
@@ -226,7 +229,7 @@ class Connection:
         except MCPError as error:
             if error.code == INVALID_PARAMS:
                 raise ToolError(error.message) from None
-            self.lost = self.lost or error.code == _connection_closed()
+            self.lost = self.lost or error.code == mcp_types.CONNECTION_CLOSED
             raise ResourceError(f"{self._settings.where}: {name} failed: {error.message}{self.last_words()}") from error
         except Exception as error:
             self.lost = True
@@ -302,8 +305,10 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
     if settings.url and urllib.parse.urlsplit(settings.url).scheme not in ("http", "https"):
         raise EnvironmentSetupError(f"{here}.url={settings.url!r} is no http URL; give one such as http://127.0.0.1:8000/mcp")
     if settings.session not in get_args(Sessions):
-        raise EnvironmentSetupError(f"{here}.session={settings.session!r}; {nearest(str(settings.session), get_args(Sessions))}")
-    if isinstance(settings.start_deadline_s, str) or not settings.start_deadline_s > 0:
+        raise EnvironmentSetupError(
+            f"{here}.session={settings.session!r}; {nearest(str(settings.session), get_args(Sessions))}"
+        )
+    if not isinstance(given.get("start_deadline_s", 1.0), int | float) or not settings.start_deadline_s > 0:
         raise EnvironmentSetupError(f"{here}.start_deadline_s={settings.start_deadline_s!r} must be above 0")
     for name in (*settings.env, *filter(None, [settings.api_key_env])):
         if not os.environ.get(name):
@@ -318,7 +323,7 @@ def _require_package() -> None:
         raise MissingDependencyError("tools of an MCP server need the package mcp; pip install 'polyturn[mcp]'") from error
     if not hasattr(mcp, "Client"):
         raise MissingDependencyError(
-            f"tools of an MCP server need mcp 2, and {importlib.metadata.version('mcp')} is installed; pip install 'polyturn[mcp]'"
+            f"tools of an MCP server need mcp 2, and here is {importlib.metadata.version('mcp')}; pip install 'polyturn[mcp]'"
         )
 
 
@@ -339,7 +344,9 @@ async def _client(settings: Settings, tail: Tail) -> AsyncIterator[Any]:
             )
             transport = stdio_client(parameters, errlog=tail.open())
         else:
-            transport = streamable_http_client(settings.url, http_client=await stack.enter_async_context(_http_client(settings)))
+            transport = streamable_http_client(
+                settings.url, http_client=await stack.enter_async_context(_http_client(settings))
+            )
         # A server keeps the state of a session by the older handshake only; the newer protocol has no sessions.
         mode = "legacy" if settings.url and settings.session == "per_trajectory" else "auto"
         client = await stack.enter_async_context(Client(transport, mode=mode, cache=None))
@@ -380,7 +387,9 @@ def _text_of(name: str, result: Any) -> str:
     for block in result.content:
         resource = getattr(block, "resource", None)
         text = getattr(block, "text", None) if resource is None else getattr(resource, "text", None)
-        parts.append(text if isinstance(text, str) else f"[{block.type} {getattr(block, 'mime_type', None) or ''}]".replace(" ]", "]"))
+        parts.append(
+            text if isinstance(text, str) else f"[{block.type} {getattr(block, 'mime_type', None) or ''}]".replace(" ]", "]")
+        )
     if not parts and result.structured_content is not None:
         return as_text(name, result.structured_content)
     return "\n".join(parts)
@@ -391,9 +400,3 @@ def _innermost(error: BaseException) -> BaseException:
     while isinstance(inner := getattr(error, "exceptions", None), tuple) and inner:
         error = inner[0]
     return error
-
-
-def _connection_closed() -> int:
-    import mcp_types
-
-    return mcp_types.CONNECTION_CLOSED

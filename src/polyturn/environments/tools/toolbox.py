@@ -92,7 +92,9 @@ class Toolbox:
 
     def __init__(self, tools: Sequence[Tool], limits: Limits, *, errors: Errors = "raise", parallel: bool = False) -> None:
         if errors not in get_args(Errors):
-            raise EnvironmentSetupError(f"environment.args.errors={errors!r} is no choice; {nearest(str(errors), get_args(Errors))}")
+            raise EnvironmentSetupError(
+                f"environment.args.errors={errors!r} is no choice; {nearest(str(errors), get_args(Errors))}"
+            )
         self.specs: tuple[ToolSpec, ...] = tuple(tool.spec for tool in tools)
         names = Counter(spec.name for spec in self.specs)
         twice = [name for name, count in names.items() if count > 1]
@@ -206,7 +208,8 @@ def as_text(name: str, value: Any) -> str:
         return json.dumps(pydantic_core.to_jsonable_python(value, inf_nan_mode="constants"), ensure_ascii=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise EnvironmentSetupError(
-            f"tool {name} returned a {type(value).__name__} that JSON can't say ({str(error)[:100]}); return text or plain values"
+            f"tool {name} returned a {type(value).__name__} that JSON can't say ({str(error)[:100]}); "
+            "return text or plain values"
         ) from error
 
 

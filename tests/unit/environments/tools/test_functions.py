@@ -120,7 +120,7 @@ def test_what_the_schema_can_not_check_the_hints_do():
     assert isinstance(read_call(ToolCall(name="many", arguments=given), [tool.spec]), ToolCall)
     with pytest.raises(ValueError, match=r"when: .*valid date"):
         tool.bind(None, given)
-    with pytest.raises(ValueError, match="a: .*maximum size"):
+    with pytest.raises(ValueError, match=r"a: .*maximum size"):
         function_tool(author_tools.add).bind(None, {"a": 1e300})
 
 

@@ -177,7 +177,7 @@ async def test_no_process_is_left_behind(words):
 
 @pytest.mark.parametrize("stopped", [True, False], ids=["with stop", "without stop"])
 def test_no_process_is_left_behind_by_a_run_that_is_cancelled(stopped):
-    pids = []
+    pids, running_call = [], asyncio.Event()
 
     async def run():
         server = McpServer(command())
@@ -186,6 +186,7 @@ def test_no_process_is_left_behind_by_a_run_that_is_cancelled(stopped):
         try:
             connection = await server.current(None)
             pids.append((await box.answer([called("pid")], connection)).texts[0])
+            running_call.set()
             await box.answer([called("slow")], connection)
         finally:
             if stopped:
@@ -193,8 +194,7 @@ def test_no_process_is_left_behind_by_a_run_that_is_cancelled(stopped):
 
     async def cancelled():
         task = asyncio.create_task(run())
-        while not pids:
-            await asyncio.sleep(0.01)
+        await asyncio.wait_for(running_call.wait(), 30)
         await asyncio.sleep(0.05)
         assert alive(pids[0])
         task.cancel()
@@ -211,7 +211,11 @@ def test_no_process_is_left_behind_by_a_run_that_is_cancelled(stopped):
         ({"command": ["/no/such/program"]}, ResourceError, "can't be used: FileNotFoundError"),
         ({"command": [sys.executable, "-c", "raise SystemExit('no key')"]}, ResourceError, "it wrote 'no key'"),
         ({"url": "http://127.0.0.1:9/mcp"}, ResourceError, "can't be used"),
-        ({"command": [sys.executable, "-c", "import time; time.sleep(60)"], "start_deadline_s": 0.5}, DeadlineError, "to answer"),
+        (
+            {"command": [sys.executable, "-c", "import time; time.sleep(60)"], "start_deadline_s": 0.5},
+            DeadlineError,
+            "to answer",
+        ),
     ],
     ids=["missing", "dies", "nobody there", "silent"],
 )

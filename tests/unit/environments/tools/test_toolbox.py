@@ -45,7 +45,8 @@ async def test_calls_in_order_with_their_results():
 async def test_what_can_not_be_read_is_malformed_and_nothing_else_is():
     box = made(author_tools.add)
     answered = await box.answer(
-        [MalformedCall(problem="no JSON"), called("ad", a=1), called("add", a="1"), called("add"), called("add", a=1, c=2)], None
+        [MalformedCall(problem="no JSON"), called("ad", a=1), called("add", a="1"), called("add"), called("add", a=1, c=2)],
+        None,
     )
     assert all(text.startswith("error: ") for text in answered.texts)
     assert answered.texts[:2] == ["error: no JSON", "error: there is no tool 'ad'; did you mean add?"]
@@ -281,7 +282,7 @@ def looped():
 
 @pytest.mark.parametrize("value", [Odd(), {"x": Odd()}, b"\xff", looped()], ids=["object", "inside", "bytes", "loop"])
 def test_what_json_can_not_say_is_a_fault_of_the_author(value):
-    with pytest.raises(EnvironmentSetupError, match="tool find returned a .* that JSON can't say"):
+    with pytest.raises(EnvironmentSetupError, match=r"tool find returned a .* that JSON can't say"):
         as_text("find", value)
 
 
