@@ -65,7 +65,7 @@ def bring(tools: Named | Sequence[Named], state: Named | None, score: Named | No
         wanting = [tool.spec.name for tool in brought if tool.wants_state]
         if wanting and made is None:
             raise EnvironmentSetupError(
-                f"tool {wanting[0]} takes the {STATE} of its trajectory; name the function that makes it in environment.args.state"
+                f"tool {wanting[0]} takes the {STATE} of its trajectory; name what makes it in environment.args.state"
             )
         return Brought(tools=brought, make_state=made, score=scorer)
     if len(found) > 1 or state is not None:
