@@ -122,8 +122,11 @@ class McpServer:
     async def stop(self) -> None:
         """Close every connection. The processes behind them are gone afterwards."""
         self._shared = None
-        await asyncio.gather(*(connection.close() for connection in self._open))
+        ended = await asyncio.gather(*(connection.close() for connection in self._open), return_exceptions=True)
         self._open.clear()
+        for error in ended:
+            if error is not None:
+                raise error
 
     async def current(self, connection: Connection | None) -> Connection:
         """The connection that a trajectory uses, given the one it has. A shared one that was lost is opened again, once a run.
@@ -276,6 +279,7 @@ class Connection:
                 said = f"{self._settings.where} can't be used: {type(reason).__name__}: {reason}{self.last_words()}"
                 self._failure = reason if isinstance(reason, PolyturnError) else ResourceError(said)
         finally:
+            self._tail.release()
             self.lost = True
             self._settled.set()
 
