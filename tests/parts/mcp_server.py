@@ -30,6 +30,12 @@ def put(item: str) -> str:
 
 
 @server.tool()
+def weigh(kilos: float) -> float:
+    """Weigh something."""
+    return kilos
+
+
+@server.tool()
 def pid() -> str:
     """The number of this process."""
     return str(os.getpid())

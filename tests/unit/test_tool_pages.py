@@ -13,7 +13,7 @@ from polyturn.config.load import load_recipe
 from polyturn.environments.base import Reply
 from polyturn.environments.builtin.tools import Tools
 from polyturn.environments.builtin.user_sim import UserSim
-from polyturn.environments.tools.mcp import read_settings
+from polyturn.environments.tools.mcp_settings import read_settings
 from polyturn.loop.tasks import tasks_from_file
 from polyturn.rendering.tool_calls.registry import call_format
 

@@ -33,13 +33,13 @@ class GymProcess:
     Raises MissingDependencyError where reasoning_gym is not installed.
     """
 
-    def __init__(self, name: str, config: Mapping[str, Any], *, cpu_s: float, confined: bool) -> None:
+    def __init__(self, name: str, config: Mapping[str, Any], *, cpu_s: float) -> None:
         if importlib.util.find_spec("reasoning_gym") is None:
             raise MissingDependencyError(
                 f"reasoning_gym:{name} needs the package reasoning-gym; pip install 'polyturn[reasoning-gym]'"
             )
         self._name = name
-        self._settings = json.dumps({"name": name, "config": dict(config), "cpu_s": cpu_s, "confined": confined}, default=str)
+        self._settings = json.dumps({"name": name, "config": dict(config), "cpu_s": cpu_s}, default=str)
         self._score_deadline_s = WALL_FACTOR * cpu_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None

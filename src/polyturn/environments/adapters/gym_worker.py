@@ -4,8 +4,9 @@
     {"score": [seed, index, answer]}    {"score": 0.0 to 1.0}, or {"unreadable": why} for an answer that the scorer chokes on
 
 Some scorers of the package hand the answer to `eval`. Such an answer must be a literal, or an expression of numbers and known
-functions; a scorer that evaluates and is not known here is refused. A process that scores reads nothing but its libraries,
-writes nothing and reaches nobody, where the kernel can see to that, and dies by its memory or by the time that an answer takes.
+functions; a scorer that evaluates and is not known here is refused. And the process, once it is ready, reads nothing but its
+libraries, writes nothing and reaches nobody, where the kernel can see to that. It dies by its memory, or by the time that an
+answer takes.
 """
 
 from __future__ import annotations
@@ -172,8 +173,7 @@ def main() -> None:
     except Refused as refused:
         answer({"refused": str(refused)})
         return
-    if settings["confined"]:
-        confine()
+    confine()
     answer({"ready": True})
     for line in sys.stdin:
         ((what, arguments),) = json.loads(line).items()

@@ -4,7 +4,7 @@
     model:  6 + 2 = 8, and 8 - 9 = -1. <answer>-1</answer>
 
 Training tasks come from the run's seed; the held-out ones from seeds that no training seed can reach. The package runs in
-processes of its own (`gym_worker`), one that makes tasks and one that scores answers and is confined.
+two processes of its own (`gym_worker`), which are confined: one makes tasks, the other scores answers.
 
 Reward: `answer`, the package's score from 0 to 1, full marks at 1; with `partial` false nothing less counts. An answer that the
 scorer can't read, or over which it dies, scores 0.
@@ -77,8 +77,8 @@ class ReasoningGym(Environment):
         self.partial = partial
         self.answer_tag = answer_tag
         self.instructions = instructions
-        self._maker = GymProcess(name, config or {}, cpu_s=score_cpu_s, confined=False)
-        self._scorer = GymProcess(name, config or {}, cpu_s=score_cpu_s, confined=True)
+        self._maker = GymProcess(name, config or {}, cpu_s=score_cpu_s)
+        self._scorer = GymProcess(name, config or {}, cpu_s=score_cpu_s)
         self._maker.open()
 
     # ── tasks ──────────────────────────────────────────────────────────────────────────────────────────────────────────

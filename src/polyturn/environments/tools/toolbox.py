@@ -126,8 +126,9 @@ class Toolbox:
         else:
             results = [await self._one(call, state, end) for call in made]
         for text, count in results:
-            answered.texts.append(text)
-            answered.counts.update(("calls", *count))
+            shown = self._cut(text)
+            answered.texts.append(shown)
+            answered.counts.update(("calls", *count, *(() if shown is text else ("output_cut",))))
         if len(calls) > len(made):
             answered.texts.append(f"error: only the first {len(made)} calls of a reply are made")
             answered.counts["calls_not_made"] += len(calls) - len(made)
@@ -152,7 +153,7 @@ class Toolbox:
             return f"error: {read.name} did not end within {limit_s:.3g} s", ["tool_timeout"]
         if ended.error is not None:
             return self._blamed(ended.error), ["tool_error"]
-        return self._shown(read.name, ended.value)
+        return as_text(read.name, ended.value), []
 
     async def _within(self, limit_s: float, name: str, bound: Callable[[], Any], *, is_async: bool) -> _Ended | None:
         """How a call ended, None when its deadline passed. In a task of its own, as no tool can be trusted to give up."""
@@ -187,13 +188,13 @@ class Toolbox:
         said = str(error).strip()
         return f"error: {said}" if isinstance(error, ToolError) and said else f"error: {type(error).__name__}: {said}"
 
-    def _shown(self, name: str, value: Any) -> tuple[str, list[str]]:
-        """A result as the model reads it."""
-        text, most = as_text(name, value), int(self._limits.output_max_chars)
+    def _cut(self, text: str) -> str:
+        """A text without its middle where it is too long, errors included: the model may have a hand in their words too."""
+        most = int(self._limits.output_max_chars)
         if len(text) <= most:
-            return text, []
+            return text
         head, tail = text[: most - most // 2], text[len(text) - most // 2 :]
-        return f"{head}\n[... {len(text) - most} characters left out ...]\n{tail}", ["output_cut"]
+        return f"{head}\n[... {len(text) - most} characters left out ...]\n{tail}"
 
 
 def as_text(name: str, value: Any) -> str:

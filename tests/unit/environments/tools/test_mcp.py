@@ -101,7 +101,7 @@ async def gone(pid):
 
 async def test_calls_and_their_results(settings):
     async with running(settings, call_deadline_s=1.0) as (server, box):
-        assert [spec.name for spec in box.specs] == ["add", "put", "pid", "slow", "picture", "die"]
+        assert [spec.name for spec in box.specs] == ["add", "put", "weigh", "pid", "slow", "picture", "die"]
         assert box.specs[0].description == "Add two numbers."
         connection = await server.current(None)
         calls = [called("add", a=1, b=2), called("add", a="x"), called("put", item="moon"), called("picture"), called("slow")]
@@ -117,6 +117,18 @@ async def test_calls_and_their_results(settings):
         assert answered.texts[2].startswith("error: ")
         assert "there is no moon" in answered.texts[2]
         assert answered.counts == {"calls": 6, "malformed": 1, "tool_error": 1, "tool_timeout": 1}
+
+
+@pytest.mark.parametrize("item", ["\ud800", float("nan"), float("inf")])
+async def test_what_can_not_be_sent_costs_the_call_and_not_the_connection(item, settings):
+    name, argument = ("put", "item") if isinstance(item, str) else ("weigh", "kilos")
+    async with running(settings) as (server, box):
+        connection = await server.current(None)
+        answered = await box.answer([called(name, **{argument: item}), called("add", a=1)], connection)
+        assert answered.texts[0].startswith("error: ")
+        assert answered.texts[1] == "1"
+        assert answered.counts == {"calls": 2, "tool_error": 1}
+        assert await server.current(connection) is connection
 
 
 async def test_only_the_tools_that_are_allowed(settings):

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from polyturn.environments.builtin.tools import Tools
-from polyturn.environments.tools.mcp import Settings, read_settings
+from polyturn.environments.tools.mcp_settings import Settings, read_settings
 from polyturn.errors import EnvironmentSetupError, MissingDependencyError
 
 

@@ -249,6 +249,15 @@ async def test_long_results_lose_their_middle(length, cut):
     assert answered.counts == {"calls": 1, "output_cut": 1}
 
 
+async def test_long_errors_lose_theirs_too():
+    def fail(word: str) -> str:
+        raise ValueError(word)
+
+    answered = await made(fail, output_max_chars=20).answer([called("fail", word="x" * 1000)], None)
+    assert answered.texts == [f"error: Val\n[... {len('error: ValueError: ') + 980} characters left out ...]\n{'x' * 10}"]
+    assert answered.counts == {"calls": 1, "tool_error": 1, "output_cut": 1}
+
+
 @dataclasses.dataclass
 class Item:
     name: str
