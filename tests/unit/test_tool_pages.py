@@ -15,7 +15,7 @@ from polyturn.environments.builtin.tools import Tools
 from polyturn.environments.builtin.user_sim import UserSim
 from polyturn.environments.tools.mcp_settings import read_settings
 from polyturn.loop.tasks import tasks_from_file
-from polyturn.rendering.tool_calls.registry import call_format
+from polyturn.rendering.tool_calls import call_format
 
 DOCS = Path(__file__).parents[2] / "docs"
 TOOLS, DIALOGUE = ((DOCS / name).read_text(encoding="utf-8") for name in ("tools.md", "dialogue.md"))

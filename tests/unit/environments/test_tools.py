@@ -14,7 +14,7 @@ from polyturn.environments.contract import check_contract, play_by_hand
 from polyturn.environments.registry import build_environment
 from polyturn.errors import ConfigError, DataError, EnvironmentSetupError
 from polyturn.loop.tasks import tasks_from_file
-from polyturn.rendering.tool_calls.registry import call_format
+from polyturn.rendering.tool_calls import call_format
 from polyturn.types import Message, Row
 
 HERE = "parts.author_tools"

@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
 from polyturn.environments.base import Environment, Reply, StepResult
@@ -30,8 +31,7 @@ from polyturn.environments.tools.calls import read_call
 from polyturn.environments.tools.mcp import McpServer
 from polyturn.environments.tools.toolbox import Errors, Limits, Toolbox
 from polyturn.errors import DataError, EnvironmentSetupError, nearest
-from polyturn.rendering.tool_calls import MalformedCall, ToolCall, ToolSpec
-from polyturn.rendering.tool_calls.registry import call_format
+from polyturn.rendering.tool_calls import CallFormat, MalformedCall, ToolCall, ToolSpec, call_format
 from polyturn.types import Message, Row, Split, Task, TaskSource
 
 Announce = Literal["system", "template"]
@@ -85,7 +85,8 @@ class Tools(Environment):
                 "environment tools needs environment.args.tools, a list of package.module:function, or environment.args.mcp, "
                 "a server, and takes one of the two"
             )
-        self._format = call_format(tool_format)
+        call_format(tool_format)  # an unknown name ends here; the format itself wants the tools
+        self._tool_format = tool_format
         self._limits = Limits(
             call_deadline_s=call_deadline_s,
             turn_deadline_s=turn_deadline_s,
@@ -121,6 +122,11 @@ class Tools(Environment):
             self._toolbox = self._made(self._mcp.tools())
         return self._toolbox
 
+    @cached_property
+    def calls(self) -> CallFormat:
+        """How calls of these tools are written and read."""
+        return call_format(self._tool_format, self.toolbox.specs)
+
     # ── tasks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def tasks(self, split: Split, seed: int) -> TaskSource:
@@ -140,7 +146,7 @@ class Tools(Environment):
         _demonstrated(task, self.toolbox.specs)
         messages = task.messages
         own = messages[0].content if messages[0].role == "system" else self.system
-        said = [own, self._format.instructions(self.toolbox.specs) if self._announce == "system" else None, self._asked()]
+        said = [own, self.calls.instructions(self.toolbox.specs) if self._announce == "system" else None, self._asked()]
         system = "\n\n".join(part for part in said if part)
         rest = messages[1:] if messages[0].role == "system" else messages
         opening = (Message(role="system", content=system), *rest) if system else rest
@@ -174,7 +180,7 @@ class Tools(Environment):
 
     async def step(self, state: State, reply: Reply) -> StepResult:
         """Make the calls of a reply, or take it as the answer."""
-        calls = self._format.parse(reply.text, truncated=reply.truncated).calls
+        calls = self.calls.parse(reply.text, truncated=reply.truncated).calls
         if calls:
             if self._mcp is not None:
                 state.tools_state = await self._mcp.current(state.tools_state)
@@ -208,7 +214,7 @@ class Tools(Environment):
 
     def gold(self, task: Task) -> Sequence[str]:
         """The row's calls, one a reply, then its answer. Raises DataError for a row with neither."""
-        calls = [self._format.write(call.name, call.arguments) for call in _demonstrated(task, self.toolbox.specs)]
+        calls = [self.calls.write(call.name, call.arguments) for call in _demonstrated(task, self.toolbox.specs)]
         golds = gold_answers(task)
         if not golds and not calls:
             raise DataError(f"task {task.id} has no answer and no calls to demonstrate; give the row one of them")

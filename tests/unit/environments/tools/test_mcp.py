@@ -21,8 +21,7 @@ from polyturn.environments.tools.mcp import McpServer
 from polyturn.environments.tools.toolbox import Limits, Toolbox
 from polyturn.errors import DeadlineError, EnvironmentSetupError, ResourceError
 from polyturn.loop.tasks import tasks_from_file
-from polyturn.rendering.tool_calls import ToolCall
-from polyturn.rendering.tool_calls.registry import call_format
+from polyturn.rendering.tool_calls import ToolCall, call_format
 from polyturn.types import Message, Row
 
 pytestmark = pytest.mark.real
