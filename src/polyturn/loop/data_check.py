@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from polyturn.config.schema import MixEntry, Recipe
+from polyturn.config.schema import MixEntry, Recipe, SandboxSection
 from polyturn.data.formats import row_in
 from polyturn.data.load import Loaded, load
 from polyturn.data.transform import Transform
@@ -17,9 +17,9 @@ from polyturn.environments import build_environment
 from polyturn.environments.base import Environment
 from polyturn.errors import DataError
 from polyturn.loop.openings import encode_all, encoder, recipe_renderer
+from polyturn.loop.parts import build_sandbox, recipe_resources
 from polyturn.loop.tasks import task_of
 from polyturn.sandbox.base import Sandbox
-from polyturn.sandbox.local import LocalSandbox
 from polyturn.sandbox.runner import SandboxRunner
 from polyturn.types import Message, Row
 
@@ -75,8 +75,8 @@ def check_data(
 
 
 def tests_sandbox(recipe: Recipe | None) -> Sandbox:
-    """Where references are run: this machine's sandbox."""
-    return LocalSandbox()
+    """Where references are run: in the recipe's sandbox, without a recipe in one on this machine. Not started yet."""
+    return build_sandbox(SandboxSection() if recipe is None else recipe.sandbox)
 
 
 def show_rows(
@@ -110,10 +110,10 @@ def show_rows(
 
 def _environment(recipe: Recipe, path: str) -> Environment:
     """The environment that reads a file. Rewards are left out, they read no rows."""
-    entry = _part(recipe, path)
+    entry, resources = _part(recipe, path), recipe_resources(recipe.sandbox)
     if entry is not None:
-        return build_environment(entry.environment, entry.args)
-    return build_environment(recipe.environment.id, recipe.environment.args)
+        return build_environment(entry.environment, entry.args, resources)
+    return build_environment(recipe.environment.id, recipe.environment.args, resources)
 
 
 def _transform(recipe: Recipe | None, path: str, given: str | None) -> Transform | None:

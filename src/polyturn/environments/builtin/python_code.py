@@ -8,12 +8,12 @@ r"""`python_code`: write a program that passes tests, at once or by repairing it
     tool:   1 of 1 public tests pass.
     model:  This is my answer.                         submits the program tested last; a program here would take its place
 
-Rows are those of HumanEval, of MBPP, or of a built-in format with `tests` or `test_cases`. In mode `single` the first reply holds
-the program. In mode `multi` the model may test up to `max_attempts` programs on the first `public_tests` tests; all others stay
-hidden and count at the end only, as do the public ones.
+Rows are those of HumanEval, of MBPP, or of a built-in format with `tests` or `test_cases`. In mode `single` the first reply
+holds the program. In mode `multi` the model may test up to `max_attempts` programs on the first `public_tests` tests; the end
+is scored by all tests, and the others stay hidden.
 
-Rewards: `tests` is 1 when every test passes, or with `reward: share` the share that does, to the `power`. `turn_reward` pays, in
-proportion, for a larger share of public tests than any program before had. Whatever a program does to itself is scored; a
+Rewards: `tests` is 1 when every test passes, or with `reward: share` the share that does, to the `power`. `turn_reward` pays,
+in proportion, for a larger share of public tests than any program before had. Whatever a program does to itself is scored; a
 sandbox that breaks is a fault.
 """
 
@@ -44,6 +44,7 @@ FeedbackKind = Literal["full", "brief"]
 MAX_CALLS = 4
 """Calls of one reply that are made; the others are not."""
 SUBMIT = "This is my answer."
+_EXAMPLE = call_text("run_tests", "def f(x):\n    return x + 1", "hermes")
 
 
 @dataclass(slots=True)
@@ -112,7 +113,9 @@ class PythonCode(Environment):
                 f"environment.args.turn_reward={turn_reward} pays tested programs, and mode=single tests none; use mode=multi"
             )
         if power != 1 and reward == "all":
-            raise EnvironmentSetupError(f"environment.args.power={power} bends a share, and reward=all pays none; use reward=share")
+            raise EnvironmentSetupError(
+                f"environment.args.power={power} bends a share, and reward=all pays none; use reward=share"
+            )
         if tasks not in (None, generated.NAME):
             raise EnvironmentSetupError(
                 f"environment.args.tasks={tasks!r} is unknown; use {generated.NAME}, or leave it out and set data.path"
@@ -136,8 +139,8 @@ class PythonCode(Environment):
         """Those that are made here, with `tasks`. Raises EnvironmentSetupError without: the problems come from rows."""
         if self.generated is None:
             raise EnvironmentSetupError(
-                "environment python_code takes its problems from rows; set data.path (and data.eval_path) to a file of HumanEval, "
-                "of MBPP, or in a built-in format with tests"
+                "environment python_code takes its problems from rows; set data.path (and data.eval_path) to a file of "
+                "HumanEval, of MBPP, or in a built-in format with tests"
             )
         return generated.source(split, seed, self._task)
 
@@ -190,9 +193,8 @@ class PythonCode(Environment):
         if self.tool_format == "fenced":
             return f"{base} Reply with the whole program in one block:\n```python\n...\n```\nand wait: it is tested. {end}"
         return (
-            f"{base} You have two tools. run_tests(code) tests a whole program; run_python(code, stdin) runs one and shows what it "
-            f"prints. To use one, reply with a call like\n{call_text('run_tests', 'def f(x):\n    return x + 1', 'hermes')}\n"
-            f"and wait for its result. {end}"
+            f"{base} You have two tools. run_tests(code) tests a whole program; run_python(code, stdin) runs one and shows "
+            f"what it prints. To use one, reply with a call like\n{_EXAMPLE}\nand wait for its result. {end}"
         )
 
     # ── one trajectory ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -232,9 +234,7 @@ class PythonCode(Environment):
         share = sum(passed) / len(passed) if passed else 0.0
         return {"tests": float(share == 1) if self.reward == "all" else share**self.power}
 
-    async def _make(
-        self, state: State, calls: Sequence[CodeCall | MalformedCall], key: str, counts: _Counts
-    ) -> StepResult:
+    async def _make(self, state: State, calls: Sequence[CodeCall | MalformedCall], key: str, counts: _Counts) -> StepResult:
         texts, before = [], state.best
         for call in calls[:MAX_CALLS]:
             if isinstance(call, MalformedCall):

@@ -1,4 +1,4 @@
-"""A programming problem as an environment keeps it in `Task.info`: its test cases, and what a reply's code becomes a program by."""
+"""A programming problem as an environment keeps it in `Task.info`: its tests, and how code in a reply becomes a program."""
 
 from __future__ import annotations
 

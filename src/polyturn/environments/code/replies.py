@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from polyturn.environments.code.problems import Problem
 from polyturn.environments.base import Reply
+from polyturn.environments.code.problems import Problem
 from polyturn.programs import fenced_blocks, program_in
 from polyturn.rendering.tool_calls import MalformedCall, format_tool_call, parse_tool_calls
 

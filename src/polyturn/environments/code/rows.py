@@ -1,7 +1,7 @@
 """Rows of HumanEval and MBPP, told by their fields, and rows of the built-in formats, as problems.
 
-    HumanEval   prompt, entry_point, test, canonical_solution
-    MBPP        prompt or text, code, test_list, and test_imports or test_setup_code, challenge_test_list
+HumanEval   prompt, entry_point, test, canonical_solution
+MBPP        prompt or text, code, test_list, and test_imports or test_setup_code, challenge_test_list
 """
 
 from __future__ import annotations
