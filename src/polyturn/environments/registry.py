@@ -15,6 +15,7 @@ BUILTIN = {
     "chat": "polyturn.environments.builtin.chat:Chat",
     "gsm8k": "polyturn.environments.builtin.gsm8k:Gsm8k",
     "lookup": "polyturn.environments.builtin.lookup:Lookup",
+    "python_code": "polyturn.environments.builtin.python_code:PythonCode",
     "tools": "polyturn.environments.builtin.tools:Tools",
     "user_sim": "polyturn.environments.builtin.user_sim:UserSim",
 }
