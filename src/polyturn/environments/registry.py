@@ -14,6 +14,7 @@ BUILTIN = {
     "chat": "polyturn.environments.builtin.chat:Chat",
     "gsm8k": "polyturn.environments.builtin.gsm8k:Gsm8k",
     "lookup": "polyturn.environments.builtin.lookup:Lookup",
+    "search_qa": "polyturn.environments.builtin.search_qa:SearchQa",
 }
 
 

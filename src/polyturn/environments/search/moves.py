@@ -1,0 +1,93 @@
+"""What a reply of `search_qa` asks for: searches, an answer, or neither, in tags or in a model family's own calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from polyturn.rendering.tool_calls import MalformedCall, ToolCall, format_tool_call, parse_tool_calls
+
+ToolFormat = Literal["xml", "hermes", "llama3", "mistral"]
+
+_TAGS = "search|answer"
+_WHOLE = re.compile(rf"<({_TAGS})>((?:(?!</?(?:{_TAGS})>).)*)</\1>", re.DOTALL)
+_PIECE = re.compile(rf"</?(?:{_TAGS})>")
+_CUT_PIECE = re.compile(r"</?[a-z]*\Z")
+_THOUGHT = re.compile(r"<think(?:ing)?>.*?(?:</think(?:ing)?>|\Z)", re.DOTALL | re.IGNORECASE)
+_THOUGHT_END = re.compile(r".*</think(?:ing)?>", re.DOTALL | re.IGNORECASE)
+_LOOKS_LIKE_A_TAG = re.compile(r"<(?=[A-Za-z/|_!\[])")
+_SPACE = re.compile(r"\s+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moves:
+    """`searches` in order; the last `answer`, stripped and not empty; `problem` with a tag or call that could not be read."""
+
+    searches: tuple[str, ...] = ()
+    answer: str | None = None
+    problem: str | None = None
+
+
+def read_moves(reply: str, form: ToolFormat, *, truncated: bool = False) -> Moves:
+    """The moves of a reply, thoughts aside. Tags count when they are whole and hold no other tag.
+
+    >>> read_moves("I should look. <search>highest hill</search>", "xml")
+    Moves(searches=('highest hill',), answer=None, problem=None)
+    """
+    spoken = _THOUGHT.sub("", _THOUGHT_END.sub("", reply))
+    if form == "xml":
+        return _tags(spoken, truncated)
+    parsed = parse_tool_calls(spoken, truncated=truncated)
+    queries = [_query(call) for call in parsed.calls]
+    said = _tags(parsed.text, truncated)
+    problem = next((query.problem for query in queries if isinstance(query, MalformedCall)), said.problem)
+    if said.searches:
+        problem = problem or "<search> is no call here"
+    searches = tuple(query for query in queries if isinstance(query, str))
+    return Moves(searches=searches, answer=said.answer, problem=problem)
+
+
+def write_search(query: str, form: ToolFormat) -> str:
+    """A search as `read_moves` reads it."""
+    if form == "xml":
+        return f"<search>{query}</search>"
+    arguments: Mapping[str, str] = {"query": query}
+    return format_tool_call("search", arguments)
+
+
+def write_answer(answer: str) -> str:
+    """An answer as `read_moves` reads it."""
+    return f"<answer>{answer}</answer>"
+
+
+def harmless(text: str) -> str:
+    """Text of a passage on one line, nothing in which looks like a tag: `<answer>` becomes `< answer>`."""
+    return _LOOKS_LIKE_A_TAG.sub("< ", _SPACE.sub(" ", text)).strip()
+
+
+def _tags(text: str, truncated: bool) -> Moves:
+    found: dict[str, list[str]] = {"search": [], "answer": []}
+    for tag, body in _WHOLE.findall(text):
+        found[tag].append(body.strip())
+    rest = _WHOLE.sub("", text)
+    piece = _PIECE.search(rest) or (_CUT_PIECE.search(rest) if truncated else None)
+    problem = None
+    if piece is not None:
+        problem = f"{piece[0]} has no counterpart; a search is <search>words</search>, an answer <answer>words</answer>"
+    answer = found["answer"][-1] if found["answer"] else None
+    if answer == "":
+        problem, answer = problem or "the answer is empty", None
+    return Moves(searches=tuple(found["search"]), answer=answer, problem=problem)
+
+
+def _query(call: ToolCall | MalformedCall) -> str | MalformedCall:
+    if isinstance(call, MalformedCall):
+        return call
+    if call.name != "search":
+        return MalformedCall(problem=f"there is no tool {call.name[:40]!r}; the tool is search")
+    query = call.arguments.get("query")
+    if not isinstance(query, str):
+        return MalformedCall(problem="search needs the argument query, a text")
+    return query.strip()
