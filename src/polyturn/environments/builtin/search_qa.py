@@ -71,6 +71,7 @@ class SearchQa(Environment):
         backend: BackendName = "bm25",
         url: str | None = None,
         token_env: str | None = None,
+        contact: str | None = None,
         top_k: int = 3,
         max_searches: int = 4,
         tool_format: ToolFormat = "xml",
@@ -113,7 +114,7 @@ class SearchQa(Environment):
         self.query_max_chars = query_max_chars
         self.instructions = instructions
         self._terse = corpus == facts.BUILTIN and not instructions
-        self._backend = build_backend(backend, corpus=corpus, url=url, token_env=token_env)
+        self._backend = build_backend(backend, corpus=corpus, url=url, token_env=token_env, contact=contact)
 
     async def start(self) -> None:
         """Open the index or the connection. Raises UserError or ResourceError."""

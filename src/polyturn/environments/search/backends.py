@@ -11,7 +11,9 @@ from polyturn.errors import EnvironmentSetupError, nearest
 BackendName = Literal["bm25", "http", "wikipedia"]
 
 
-def build_backend(name: BackendName, *, corpus: str | None, url: str | None, token_env: str | None) -> SearchBackend:
+def build_backend(
+    name: BackendName, *, corpus: str | None, url: str | None, token_env: str | None, contact: str | None
+) -> SearchBackend:
     """The back end, not yet started.
 
     Raises:
@@ -24,8 +26,12 @@ def build_backend(name: BackendName, *, corpus: str | None, url: str | None, tok
         )
     if name != "bm25" and corpus is not None:
         raise EnvironmentSetupError(f"environment.args.corpus={corpus!r} is for backend=bm25, not for {name}; remove one")
-    if name == "bm25" and (url is not None or token_env is not None):
-        raise EnvironmentSetupError("environment.args.url and token_env are for backend=http, and backend is bm25; remove them")
+    given = {"url": (url, ("http", "wikipedia")), "token_env": (token_env, ("http",)), "contact": (contact, ("wikipedia",))}
+    for argument, (value, takers) in given.items():
+        if value is not None and name not in takers:
+            raise EnvironmentSetupError(
+                f"environment.args.{argument}={value!r} is for backend={' or '.join(takers)}, not for {name}; remove one"
+            )
     if name == "bm25":
         if corpus is None:
             raise EnvironmentSetupError(
@@ -37,4 +43,10 @@ def build_backend(name: BackendName, *, corpus: str | None, url: str | None, tok
         from polyturn.environments.search.bm25 import Bm25
 
         return Bm25(corpus)
-    raise EnvironmentSetupError(f"environment.args.backend={name} is not there yet")
+    if name == "http":
+        from polyturn.environments.search.http import HttpSearch
+
+        return HttpSearch(url, token_env=token_env)
+    from polyturn.environments.search.wikipedia import Wikipedia
+
+    return Wikipedia(contact, url=url)

@@ -61,10 +61,14 @@ class Bm25:
 
     async def search(self, query: str, k: int) -> Sequence[Passage]:
         """Raises ResourceError before `start`."""
+        if self.num_passages >= MANY:
+            return await in_thread(self.search_now, query, k)
+        return self.search_now(query, k)
+
+    def search_now(self, query: str, k: int) -> list[Passage]:
+        """The same without a loop; several threads may call it at once."""
         if self._index is None:
             raise ResourceError("the search index is not open; call start first")
-        if self.num_passages >= MANY:
-            return await in_thread(self._index.search, query, k)
         return self._index.search(query, k)
 
     def build(self) -> Path:

@@ -10,7 +10,8 @@
     model:  <answer>nebra</answer>
 
 Names are two syllables, each one word of the vocabulary, so that a name must be read and copied: there are a
-thousand, too many to know by heart in a short run. The world is always the same one. Questions about a quarter of the names are held out.
+thousand, too many to know by heart in a short run. The world is always the same
+one. Questions about a quarter of the names are held out.
 """
 
 from __future__ import annotations
