@@ -35,6 +35,21 @@ Announce = Literal["system", "template"]
 IGNORED = frozenset(("yes", "no"))
 """Answers that stand in almost any text, and show nothing when results hold them."""
 NOTHING = "nothing found"
+EXAMPLES: tuple[tuple[str, str, Passage, str], ...] = (
+    (
+        "Which planet of our solar system has the shortest year?",
+        "planet with the shortest year",
+        Passage(id="1", title="Mercury (planet)", text="Mercury is the planet nearest to the Sun. Its year takes 88 days."),
+        "Mercury",
+    ),
+    (
+        "In which city is the oldest bridge over the river Arno that still stands?",
+        "oldest bridge over the Arno",
+        Passage(id="2", title="Ponte Vecchio", text="The Ponte Vecchio in Florence is the oldest bridge over the Arno."),
+        "Florence",
+    ),
+)
+"""Question, query, result and answer of the worked examples that `examples` shows. Written for this."""
 
 
 @dataclass(slots=True)
@@ -80,6 +95,7 @@ class SearchQa(Environment):
         format_reward: float = 0.0,
         max_passage_words: int = 100,
         query_max_chars: int = 200,
+        examples: int = 0,
         instructions: bool = True,
     ) -> None:
         for name, value, valid in (("tool_format", tool_format, ToolFormat), ("announce", announce, Announce)):
@@ -98,6 +114,10 @@ class SearchQa(Environment):
             )
         if not 0 <= turn_reward < float("inf"):
             raise EnvironmentSetupError(f"environment.args.turn_reward={turn_reward} is no reward; use 0 or a little more")
+        if not isinstance(examples, int) or not 0 <= examples <= len(EXAMPLES):
+            raise EnvironmentSetupError(
+                f"environment.args.examples={examples!r} is out of range; use 0 to {len(EXAMPLES)} worked examples"
+            )
         if announce == "template" and tool_format == "xml":
             raise EnvironmentSetupError(
                 "environment.args.announce=template lets the chat template describe the tool in the model's own form of calls, "
@@ -112,13 +132,16 @@ class SearchQa(Environment):
         self.format_reward = format_reward
         self.max_passage_words = max_passage_words
         self.query_max_chars = query_max_chars
+        self.examples = examples
         self.instructions = instructions
         self._terse = corpus == facts.BUILTIN and not instructions
+        self._started = False
         self._backend = build_backend(backend, corpus=corpus, url=url, token_env=token_env, contact=contact)
 
     async def start(self) -> None:
         """Open the index or the connection. Raises UserError or ResourceError."""
         await self._backend.start()
+        self._started = True
 
     async def stop(self) -> None:
         """Close it."""
@@ -153,19 +176,32 @@ class SearchQa(Environment):
         return self._instructed(task)
 
     def _instructed(self, task: Task) -> Task:
-        """`task` with the instructions in its system message, in front of what stands there."""
-        if not self.instructions:
-            return task
-        first, *rest = task.messages
-        text = instructions(self.tool_format, self.max_searches)
-        if first.role == "system":
-            return replace(task, messages=(Message(role="system", content=f"{text}\n\n{first.content}"), *rest))
-        return replace(task, messages=(Message(role="system", content=text), *task.messages))
+        """`task` with the instructions in its system message, in front of what stands there, and worked examples after it."""
+        system = "\n\n".join(message.content for message in task.messages if message.role == "system")
+        if self.instructions:
+            system = f"{instructions(self.tool_format, self.max_searches)}\n\n{system}".strip()
+        said = [message for message in task.messages if message.role != "system"]
+        opening = [Message(role="system", content=system)] if system else []
+        return replace(task, messages=(*opening, *self._shown_examples(), *said))
+
+    def _shown_examples(self) -> list[Message]:
+        """Worked examples as earlier turns of the conversation."""
+        messages = []
+        for question, query, passage, answer in EXAMPLES[: self.examples]:
+            messages += [
+                Message(role="user", content=question),
+                Message(role="assistant", content=write_search(query, self.tool_format)),
+                Message(role="tool", content=self._shown([passage])),
+                Message(role="assistant", content=write_answer(answer)),
+            ]
+        return messages
 
     # ── one trajectory ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def setup(self, task: Task) -> State:
         """Nothing is known yet."""
+        if not self._started:
+            await self.start()
         golds = gold_answers(task)
         if not golds:
             raise DataError(f"task {task.id} has no answer; search_qa scores the answer against it")

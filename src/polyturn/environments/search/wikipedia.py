@@ -1,8 +1,8 @@
 """`wikipedia`: the search of a MediaWiki, with the introduction of each article that it finds.
 
 Answers are kept on disk, so that a query is asked once, in this run and in later ones. Requests go out one after the other,
-with a pause between them and an address to write to, as Wikimedia's rules for robots ask. It is for trying things out: a training
-run asks thousands of times, and wants an index of its own (`bm25`, `http`).
+with a pause between them and an address to write to, as Wikimedia's rules for robots ask. It is for trying things out: a
+training run asks thousands of times, and wants an index of its own (`bm25`, `http`).
 """
 
 from __future__ import annotations
