@@ -55,8 +55,8 @@ class Wikipedia:
             raise EnvironmentSetupError(
                 f"environment.args.contact={contact!r}: Wikimedia wants to know whom to write to; give a mail address or a page"
             )
-        agent = f"polyturn/{importlib.metadata.version('polyturn')} ({contact}) httpx"
-        self._client = JsonClient(url or DEFAULT_URL, headers={"User-Agent": agent}, deadline_s=deadline_s)
+        headers = {"User-Agent": f"polyturn/{_version()} ({contact}) httpx"}
+        self._client = JsonClient(url or DEFAULT_URL, headers=headers, deadline_s=deadline_s)
         self._cache = cache
         self._pause_s = pause_s
         self._deadline_s = deadline_s
@@ -100,6 +100,13 @@ class Wikipedia:
 
     def _folder(self) -> Path:
         return (self._cache or cache_folder() / "search") / "wikipedia"
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("polyturn")
+    except importlib.metadata.PackageNotFoundError:  # a checkout on the path
+        return "dev"
 
 
 def _parameters(query: str, k: int) -> dict[str, str | int]:
