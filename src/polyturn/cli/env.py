@@ -29,11 +29,12 @@ def run_list(args: argparse.Namespace) -> int:
     import inspect
 
     from polyturn.environments.registry import environment_class, environment_names
+    from polyturn.environments.resources import own_parameters
 
     for name in environment_names():
         cls = environment_class(name)
         summary = (inspect.getdoc(cls) or "").partition("\n")[0]
-        defaults = " ".join(f"{key}={value.default}" for key, value in inspect.signature(cls).parameters.items())
+        defaults = " ".join(f"{key}={value.default}" for key, value in own_parameters(inspect.signature(cls)).items())
         print(f"{name:<16} {summary}\n{'':<16} {defaults}")
     return 0
 
@@ -43,13 +44,24 @@ def run_check(args: argparse.Namespace) -> int:
     import asyncio
 
     from polyturn.config.load import parse_assignments
-    from polyturn.environments.contract import check_contract, show
+    from polyturn.config.schema import SandboxSection
+    from polyturn.environments.contract import ContractReport, check_contract, show
     from polyturn.environments.registry import build_environment
+    from polyturn.loop.parts import recipe_resources
     from polyturn.loop.tasks import tasks_from_file
 
-    environment = build_environment(args.id, parse_assignments(args.arguments))
+    resources = recipe_resources(SandboxSection())
+    environment = build_environment(args.id, parse_assignments(args.arguments), resources)
     rows = None if args.data is None else tasks_from_file(args.data, environment)
-    report = asyncio.run(check_contract(environment, seed=args.seed, rows=rows))
+
+    async def whole() -> ContractReport:
+        await resources.start()
+        try:
+            return await check_contract(environment, seed=args.seed, rows=rows)
+        finally:
+            await resources.stop()
+
+    report = asyncio.run(whole())
     if report.shown is not None:
         print(show(report.shown))
     for line in report.passed:

@@ -60,7 +60,7 @@ def _train(checked: Checked) -> int:
 
     from polyturn.config.schema import filled
     from polyturn.loop.build import quiet_libraries
-    from polyturn.loop.sync import build_run, train
+    from polyturn.loop.sync import train_recipe
     from polyturn.metrics.logs import set_up_logging
     from polyturn.metrics.run_folder import RunFolder
     from polyturn.metrics.sinks import ConsoleSink, JsonlSink, MetricsLog, ProgressSink
@@ -73,7 +73,7 @@ def _train(checked: Checked) -> int:
 
     async def whole() -> Outcome:
         with MetricsLog([JsonlSink(folder.metrics), ConsoleSink(), ProgressSink(filled(recipe.run.steps))]) as log:
-            return await train(await build_run(checked, folder, log, partial(print, flush=True)))
+            return await train_recipe(checked, folder, log, partial(print, flush=True))
 
     _report(asyncio.run(whole()))
     return 0

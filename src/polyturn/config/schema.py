@@ -133,6 +133,39 @@ class EnvironmentSection(Section):
     """Further rewards, beside what the environment scores itself."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
     """Weight of each outcome component; components not named weigh 1."""
+    start_deadline_s: float = Field(default=1800.0, gt=0)
+    """Time to start what the environment needs, such as an index that is built on first use."""
+
+
+class SandboxSection(Section):
+    """Where code of the model runs; started only when the environment or a reward runs code. See docs/sandbox.md."""
+
+    kind: Literal["local", "http"] = "local"
+    """`local`: processes of this machine; `http`: the runner at `url`."""
+    url: str | None = None
+    """Of a runner that speaks the protocol of docs/sandbox.md."""
+    token_env: str | None = None
+    """Name of the variable that holds the runner's token."""
+    isolation: Literal["auto", "namespaces", "filters"] = "auto"
+    """How the local one keeps programs apart."""
+    unsafe: bool = False
+    """Run programs even where this machine can't keep them apart."""
+    concurrency: int | None = Field(default=None, gt=0)
+    """Programs that run at once; one a core, or 32 at a runner."""
+    import_paths: tuple[str, ...] = Field(default=(), strict=False)
+    """Folders that programs may import from, besides the standard library; local only."""
+    wall_s: float = Field(default=10.0, gt=0)
+    """Wall clock of a program, all of its tests together."""
+    cpu_s: float = Field(default=10.0, gt=0)
+    """Processor time of each of its processes."""
+    memory_mib: int = Field(default=512, ge=16)
+    """Memory on top of the interpreter's."""
+    num_processes: int = Field(default=16, gt=0)
+    """Processes and threads at one time."""
+    output_kib: int = Field(default=1024, gt=0)
+    """What it may write to its streams."""
+    file_mib: int = Field(default=16, gt=0)
+    """Size of its folder."""
 
 
 class RolloutSection(Section):
@@ -310,6 +343,7 @@ class Recipe(Section):
     model: ModelSection
     data: DataSection = Field(default_factory=DataSection)
     environment: EnvironmentSection
+    sandbox: SandboxSection = Field(default_factory=SandboxSection)
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     engine: EngineSection = Field(default_factory=EngineSection)
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)

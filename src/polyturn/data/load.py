@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,14 @@ class Loaded:
         """The built-in format that most rows are in."""
         return dominant(fields for _, fields in self.rows)
 
-    def formatted(self, *, need_answer: bool = True) -> Iterator[tuple[int, Row | None, tuple[str, ...]]]:
-        """Every row in the words of this project, or the sentences about what is wrong with it."""
+    def formatted(
+        self, *, need_answer: bool = True, own: Callable[[Mapping[str, Any]], bool] | None = None
+    ) -> Iterator[tuple[int, Row | None, tuple[str, ...]]]:
+        """Every row in the words of this project, or the sentences about what is wrong with it; not those that are `own`."""
         fallback = self.format
         for line, fields in self.rows:
+            if own is not None and own(fields):
+                continue
             row, problems = row_in(fields, self.place(line), fallback, need_answer=need_answer)
             yield line, row, problems
 

@@ -30,6 +30,10 @@ LONG_CHARACTERS = 100_000
 """Without a tokenizer: more than about 25,000 tokens."""
 
 
+def _nobody_knows(fields: Mapping[str, Any]) -> bool:
+    return False
+
+
 class TaskMaker(Protocol):
     """Makes an environment's opening messages of a row; raises DataError for a row it can't use."""
 
@@ -45,8 +49,8 @@ class Wanted:
     may hold, `turn_tokens` what one reply may.
     """
 
-    need_format: bool = True
-    """Whether rows must be in a built-in format; not for an environment that reads fields of its own."""
+    knows_row: Callable[[Mapping[str, Any]], bool] = _nobody_knows
+    """Whether an environment reads a row in fields of its own; any other row must be in a built-in format."""
     need_answer: bool = True
     need_difficulty: bool = False
     make_task: TaskMaker | None = None
@@ -117,10 +121,11 @@ async def check_references(checked: Checked, runner: CodeRunner) -> None:
 
 def _read_rows(checked: Checked, wanted: Wanted) -> None:
     """Rows in a built-in format."""
+    own = {line for line, fields in checked.loaded.rows if wanted.knows_row(fields)}
     for line, row, problems in checked.loaded.formatted(need_answer=wanted.need_answer):
         if row is not None:
             checked.rows.append((line, row))
-        elif wanted.need_format:
+        elif line not in own:
             for problem in problems:
                 checked.report.add(line, "error", "row", problem)
 
@@ -132,7 +137,7 @@ def _read_openings(checked: Checked, wanted: Wanted) -> None:
     rows = dict(checked.rows)
     for line, fields in checked.loaded.rows:
         row = rows.get(line)
-        if row is None and wanted.need_format:
+        if row is None and not wanted.knows_row(fields):
             continue  # said already
         try:
             checked.openings.append((line, wanted.make_task(fields, row, checked.loaded.place(line))))

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from polyturn.errors import DataError, EnvironmentSetupError
+from polyturn.rendering.tool_calls import ToolSpec
 from polyturn.types import Json, Message, Row, Split, Task, TaskSource
 
 
@@ -116,6 +117,25 @@ class Environment(ABC):
         }
         info = dict(row.rest) | {name: value for name, value in options.items() if value not in (None, [])}
         return Task(id=row.where, environment=self.name, messages=row.messages, answer=row.answer, info=info)
+
+    def knows_row(self, fields: Mapping[str, Any]) -> bool:
+        """Whether a row of a file goes to `task_from_row`. Others are read in a built-in format, for `task_from_example`."""
+        return not self.reads_formats
+
+    def tool_specs(self, task: Task) -> Sequence[ToolSpec]:
+        """Tools that the chat template announces to the model; none where the opening messages say what there is."""
+        return ()
+
+    async def start(self) -> None:
+        """Open what all trajectories of a run share: a client, an index, a server. Called once, before the first `setup`.
+
+        Raises UserError or ResourceError, which ends the run before it costs anything.
+        """
+        return
+
+    async def stop(self) -> None:
+        """Close it. Called once, after the last `close`, however the run ended."""
+        return
 
     @abstractmethod
     async def setup(self, task: Task) -> Any:

@@ -19,6 +19,7 @@ from polyturn.types import Message, Split, Task, TaskSource
 NUM_TASKS = 8
 MAX_TURNS = 64
 DEADLINE_S = 60.0
+START_DEADLINE_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +77,21 @@ async def play_by_hand(environment: Environment, task: Task, replies: Sequence[s
 async def check_contract(environment: Environment, *, seed: int = 0, rows: TaskSource | None = None) -> ContractReport:
     """Hold `environment` to its contract on the first tasks of both splits. An exception is a broken rule, not an error.
 
-    `rows` are tasks made from a file, for an environment that makes none itself.
+    `rows` are tasks made from a file, for an environment that makes none itself. The sandbox, if it has one, is started.
     """
     report = ContractReport()
+    try:
+        await _call(environment, "start", limit_s=START_DEADLINE_S)
+        await _check(environment, seed, rows, report)
+    finally:
+        await _call(environment, "stop")
+    return report
+
+
+async def _check(environment: Environment, seed: int, rows: TaskSource | None, report: ContractReport) -> None:
     tasks = _own_tasks(environment, seed, report) if rows is None else _first(rows)
     if not tasks:
-        return report
+        return
     report.rule("task ids are unique", None if len({task.id for task in tasks}) == len(tasks) else "two tasks share an id")
     longest: Episode | None = None
     problems: dict[str, str | None] = dict.fromkeys(("gold", "empty", "demonstration"))
@@ -99,7 +109,6 @@ async def check_contract(environment: Environment, *, seed: int = 0, rows: TaskS
     report.rule("empty replies do not score full marks", problems["empty"])
     report.rule("a demonstration plays to its end", problems["demonstration"])
     report.shown = longest
-    return report
 
 
 def _own_tasks(environment: Environment, seed: int, report: ContractReport) -> list[Task]:
@@ -186,7 +195,7 @@ def _raised(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {error}"
 
 
-async def _call(environment: Environment, what: str, *arguments: Any) -> Any:
+async def _call(environment: Environment, what: str, *arguments: Any, limit_s: float | None = None) -> Any:
     """Call a method of an environment, coroutine or not, within the check's deadline."""
-    async with deadline(DEADLINE_S, f"{environment.name}.{what}"):
+    async with deadline(limit_s or DEADLINE_S, f"{environment.name}.{what}"):
         return await call(getattr(environment, what), *arguments)

@@ -9,6 +9,7 @@ from typing import Any
 from polyturn.environments.base import Environment, Reply, StepResult
 from polyturn.environments.calls import call
 from polyturn.errors import EnvironmentSetupError
+from polyturn.rendering.tool_calls import ToolSpec
 from polyturn.types import Split, Task, TaskSource
 
 
@@ -19,17 +20,46 @@ class Mixed(Environment):
 
     def __init__(self, parts: Mapping[str, Environment]) -> None:
         self.parts = dict(parts)
+        self._started: list[Environment] = []
         self.names_states = all(part.names_states for part in parts.values())  # type: ignore[misc]
 
     def tasks(self, split: Split, seed: int) -> TaskSource:
         """Raises EnvironmentSetupError: a mix is put together from its parts."""
         raise EnvironmentSetupError("a mix of environments makes no tasks of its own; its parts do")
 
-    async def setup(self, task: Task) -> tuple[Environment, Any]:
-        """The environment of the task, and its state. Raises EnvironmentSetupError for a name that is no part."""
+    def tool_specs(self, task: Task) -> Sequence[ToolSpec]:
+        """The tools of the task's environment."""
+        return self._part(task).tool_specs(task)
+
+    async def start(self) -> None:
+        """Start every part, in order. Where one can't, those before it are stopped."""
+        try:
+            for part in self.parts.values():
+                self._started.append(part)
+                await call(part.start)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Stop every part that was started, the last one first; the first error is raised when all have been."""
+        errors: list[BaseException] = []
+        while self._started:
+            try:
+                await call(self._started.pop().stop)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _part(self, task: Task) -> Environment:
         if task.environment not in self.parts:
             raise EnvironmentSetupError(f"task {task.id} belongs to {task.environment!r}, which is no part of the mix")
-        environment = self.parts[task.environment]
+        return self.parts[task.environment]
+
+    async def setup(self, task: Task) -> tuple[Environment, Any]:
+        """The environment of the task, and its state. Raises EnvironmentSetupError for a name that is no part."""
+        environment = self._part(task)
         return environment, await call(environment.setup, task)
 
     async def step(self, state: tuple[Environment, Any], reply: Reply) -> StepResult:

@@ -8,6 +8,7 @@ from typing import Any
 
 from polyturn.config.dotted import load_dotted
 from polyturn.environments.base import Environment
+from polyturn.environments.resources import Resources, own_parameters
 from polyturn.errors import EnvironmentSetupError, UserError, nearest
 
 BUILTIN = {
@@ -18,14 +19,25 @@ BUILTIN = {
 }
 
 
+ADAPTERS: dict[str, str] = {}
+"""Class behind an id `PREFIX:NAME`. It is built with `name=NAME`."""
+
+
 def environment_names() -> list[str]:
     """Names that a recipe may give as `environment.id`, besides dotted paths."""
     return sorted(BUILTIN)
 
 
+def adapted(environment_id: str) -> tuple[str, str] | None:
+    """Prefix and name of an id such as `reasoning_gym:chain_sum`, None for any other."""
+    prefix, colon, name = environment_id.partition(":")
+    return (prefix, name) if colon and prefix in ADAPTERS else None
+
+
 def environment_class(environment_id: str) -> type[Environment]:
     """The class behind an id. Raises EnvironmentSetupError or ConfigError with the nearest name."""
-    target = BUILTIN.get(environment_id, environment_id)
+    prefixed = adapted(environment_id)
+    target = ADAPTERS[prefixed[0]] if prefixed else BUILTIN.get(environment_id, environment_id)
     if ":" not in target:
         raise EnvironmentSetupError(
             f"environment.id={environment_id!r} is unknown; {nearest(environment_id, BUILTIN)}, or give package.module:Class"
@@ -41,14 +53,19 @@ def environment_class(environment_id: str) -> type[Environment]:
     return found
 
 
-def build_environment(environment_id: str, arguments: Mapping[str, Any]) -> Environment:
-    """Build an environment.
+def build_environment(environment_id: str, arguments: Mapping[str, Any], resources: Resources | None = None) -> Environment:
+    """Build an environment. `resources` are what it may ask for besides its arguments.
 
     Raises:
         EnvironmentSetupError: unknown id, an argument its constructor doesn't have, or a constructor that raises.
     """
     cls = environment_class(environment_id)
-    parameters = inspect.signature(cls).parameters
+    signature = inspect.signature(cls)
+    parameters = own_parameters(signature)
+    prefixed = adapted(environment_id)
+    if prefixed and "name" in arguments:
+        raise EnvironmentSetupError(f"environment.args.name is part of the id, {environment_id}; remove it")
+    arguments = {**arguments, "name": prefixed[1]} if prefixed else arguments
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         for key in arguments:
             if key not in parameters:
@@ -57,8 +74,11 @@ def build_environment(environment_id: str, arguments: Mapping[str, Any]) -> Envi
     for name, parameter in parameters.items():
         if parameter.default is inspect.Parameter.empty and parameter.kind not in _VARIADIC and name not in arguments:
             raise EnvironmentSetupError(f"environment {environment_id} needs environment.args.{name}")
+    given = (resources or Resources()).missing(signature.parameters, arguments)
+    if None in given.values():
+        raise EnvironmentSetupError(f"environment {environment_id} runs code and there is no sandbox to run it in")
     try:
-        return cls(**arguments)
+        return cls(**arguments, **given)
     except UserError:
         raise
     except Exception as error:

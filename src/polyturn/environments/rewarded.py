@@ -12,6 +12,7 @@ from polyturn.environments.calls import call, checked_outcome, checked_step
 from polyturn.environments.rewards.base import Reward
 from polyturn.environments.rewards.view import TrajectoryView, TurnView
 from polyturn.errors import EnvironmentSetupError
+from polyturn.rendering.tool_calls import ToolSpec
 from polyturn.types import Row, Split, Task, TaskSource
 
 
@@ -57,6 +58,22 @@ class Rewarded(Environment):
     def task_from_example(self, row: Row) -> Task:
         """The environment's own."""
         return self.inner.task_from_example(row)
+
+    def knows_row(self, fields: Mapping[str, Any]) -> bool:
+        """The environment's own."""
+        return self.inner.knows_row(fields)
+
+    def tool_specs(self, task: Task) -> Sequence[ToolSpec]:
+        """The environment's own."""
+        return self.inner.tool_specs(task)
+
+    async def start(self) -> None:
+        """The environment's own."""
+        await call(self.inner.start)
+
+    async def stop(self) -> None:
+        """The environment's own."""
+        await call(self.inner.stop)
 
     async def setup(self, task: Task) -> State:
         """The environment's state, and nothing said yet."""

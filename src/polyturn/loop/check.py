@@ -6,6 +6,7 @@ Needs no torch, so that a mistake is told at once.
 from __future__ import annotations
 
 import re
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +15,9 @@ from polyturn.advantages.registry import build_estimator
 from polyturn.config.resolve import Resolved, resolve
 from polyturn.config.schema import Recipe
 from polyturn.environments.base import Environment
-from polyturn.environments.rewards.registry import Resources
+from polyturn.environments.resources import Resources
 from polyturn.errors import ConfigError, ModelError
-from polyturn.loop.parts import component_weights, recipe_environment
+from polyturn.loop.parts import component_weights, opened, recipe_environment, recipe_resources
 from polyturn.loop.tasks import held_out_tasks, load_tasks, open_stream
 from polyturn.metrics.run_folder import refuse_name
 from polyturn.models.folder import BUILTIN_POSITIONS, SMOLLM2, TINY, local_folder, max_positions
@@ -31,6 +32,7 @@ class Checked:
 
     resolved: Resolved
     environment: Environment
+    resources: Resources
     train_tasks: TaskSource
     eval_tasks: list[Task]
     estimator: Estimator
@@ -40,16 +42,21 @@ class Checked:
         """The resolved recipe."""
         return self.resolved.recipe
 
+    def opened(self) -> AbstractAsyncContextManager[None]:
+        """Within it, the environment and the sandbox are started; no episode is played outside of it."""
+        return opened(self.environment, self.resources, self.recipe.environment.start_deadline_s)
+
 
 def check(recipe: Recipe, *, model: str | None = None, resources: Resources | None = None) -> Checked:
     """Build everything light and resolve the rest. `model` is what will be loaded in place of `model.path`.
 
-    `resources` are what rewards may ask for, such as a sandbox.
+    `resources` are what environments and rewards may ask for, those of the recipe when None.
 
     Raises:
         UserError: the first thing that is wrong, as one sentence (several bad rows: a line each).
     """
     refuse_name(recipe.run.name)
+    resources = resources or recipe_resources(recipe.sandbox)
     environment = recipe_environment(recipe, resources)
     component_weights(recipe)
     train_tasks = load_tasks(recipe, environment, "train")
@@ -61,7 +68,12 @@ def check(recipe: Recipe, *, model: str | None = None, resources: Resources | No
     check_model(recipe, environment, model or recipe.model.path)
     check_device_name(recipe.trainer.device)
     return Checked(
-        resolved=resolved, environment=environment, train_tasks=train_tasks, eval_tasks=eval_tasks, estimator=estimator
+        resolved=resolved,
+        environment=environment,
+        resources=resources,
+        train_tasks=train_tasks,
+        eval_tasks=eval_tasks,
+        estimator=estimator,
     )
 
 

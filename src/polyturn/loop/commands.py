@@ -43,29 +43,30 @@ async def evaluate_model(
         raise ConfigError(
             "there are no held-out tasks; give --episodes 1 or more, and data.eval_path when tasks come from a file"
         )
-    policy = await load_policy(recipe, environment, say, path=model)
-    engine = build_engine(recipe, policy.model)
-    played: list[TrajectoryGroup] = []
-    await engine.start()
-    try:
-        return {
-            mode: await evaluate(
-                recipe,
-                environment,
-                policy.renderer,
-                engine,
-                tasks,
-                mode=mode,
-                samples_per_task=samples or recipe.evaluation.samples_per_task,
-                record=played.extend,
-            )
-            for mode in recipe.evaluation.modes
-        }
-    finally:
-        await engine.stop()
-        if out is not None and played:
-            rows = [to_json(trajectory) for group in played for trajectory in group.trajectories]
-            await in_thread_within(recipe.trainer.step_deadline_s, f"writing {out}", write_trajectories, out, rows)
+    async with checked.opened():
+        policy = await load_policy(recipe, environment, say, path=model)
+        engine = build_engine(recipe, policy.model)
+        played: list[TrajectoryGroup] = []
+        await engine.start()
+        try:
+            return {
+                mode: await evaluate(
+                    recipe,
+                    environment,
+                    policy.renderer,
+                    engine,
+                    tasks,
+                    mode=mode,
+                    samples_per_task=samples or recipe.evaluation.samples_per_task,
+                    record=played.extend,
+                )
+                for mode in recipe.evaluation.modes
+            }
+        finally:
+            await engine.stop()
+            if out is not None and played:
+                rows = [to_json(trajectory) for group in played for trajectory in group.trajectories]
+                await in_thread_within(recipe.trainer.step_deadline_s, f"writing {out}", write_trajectories, out, rows)
 
 
 async def rollout_model(
@@ -83,16 +84,17 @@ async def rollout_model(
     count = recipe.rollout.groups_per_step if num_tasks is None else num_tasks
     if size is not None and count > size:
         raise ConfigError(f"--tasks={count} but there are only {size} training tasks; give {size} or less")
-    policy = await load_policy(recipe, checked.environment, say, path=model)
-    engine = build_engine(recipe, policy.model)
-    tasks = open_stream(recipe, checked.train_tasks).take(count)
-    player = player_for(recipe, checked.environment, policy.renderer, engine, FIRST_STEP)
-    progress = _Progress(count * recipe.rollout.group_size, say)
-    await engine.start()
-    try:
-        groups = await make_groups(recipe, player, tasks, progress.count)
-    finally:
-        await engine.stop()
+    async with checked.opened():
+        policy = await load_policy(recipe, checked.environment, say, path=model)
+        engine = build_engine(recipe, policy.model)
+        tasks = open_stream(recipe, checked.train_tasks).take(count)
+        player = player_for(recipe, checked.environment, policy.renderer, engine, FIRST_STEP)
+        progress = _Progress(count * recipe.rollout.group_size, say)
+        await engine.start()
+        try:
+            groups = await make_groups(recipe, player, tasks, progress.count)
+        finally:
+            await engine.stop()
     rows = (to_json(trajectory) for group in groups for trajectory in group.trajectories)
     await in_thread_within(recipe.trainer.step_deadline_s, f"writing {out}", write_trajectories, out, list(rows))
     return summarise(groups, mode="sampled", max_dropped_share=recipe.rollout.max_dropped_share)
@@ -118,15 +120,16 @@ async def warmstart_model(
 ) -> WarmstartResult:
     """Warm-start the recipe's model and write it to `out`. Raises UserError for a model that can't be loaded."""
     recipe, environment = checked.recipe, checked.environment
-    policy = await load_policy(recipe, environment, say)
 
     def report(step: int, nll: float, accuracy: Accuracy | None) -> None:
         if accuracy is not None:
             say(f"warmstart step={step} nll={nll:.4g} token_accuracy={accuracy.mean:.3f}")
 
-    result = await warmstart(
-        recipe, environment, policy.renderer, policy.model, settings, source=checked.train_tasks, on_step=report
-    )
+    async with checked.opened():
+        policy = await load_policy(recipe, environment, say)
+        result = await warmstart(
+            recipe, environment, policy.renderer, policy.model, settings, source=checked.train_tasks, on_step=report
+        )
     export = partial(export_model, chat_template=chat_template(recipe))
     what = f"the export of the model to {out}"
     await in_thread_within(recipe.trainer.step_deadline_s, what, export, policy.model, policy.folder, out)

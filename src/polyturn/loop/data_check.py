@@ -56,7 +56,7 @@ def check_data(
         environment = _environment(recipe, path)
         renderer = recipe_renderer(recipe, environment)
         wanted = Wanted(
-            need_format=environment.reads_formats,
+            knows_row=environment.knows_row,
             need_answer=environment.needs_answer,
             need_difficulty=recipe.data.curriculum == "easy_first",
             make_task=partial(_opening, environment),
@@ -121,7 +121,7 @@ def _part(recipe: Recipe, path: str) -> MixEntry | None:
 
 
 def _opening(environment: Environment, fields: Mapping[str, Any], row: Row | None, where: str) -> Sequence[Message]:
-    if not environment.reads_formats:
+    if environment.knows_row(fields):
         return task_of(environment, fields, where).messages
     if row is None:
         raise DataError(f"environment {environment.name} reads rows in a built-in format, and this one is in none")

@@ -54,7 +54,8 @@ async def replay(checked: Checked, path: Path, *, model: str | None, out: Path |
         if problem is not None:
             raise DataError(f"{path}:{line}: {problem}; the file was changed or cut, so record again")
     groups = group_recorded(path, recorded, checked.environment.name)
-    policy = await load_policy(recipe, checked.environment, say, path=model)
+    async with checked.opened():  # builtin:tiny may have to play demonstrations first
+        policy = await load_policy(recipe, checked.environment, say, path=model)
     refuse_other_vocabulary(path, recorded, policy.model)
     batches, report = build_batches(recipe, groups, checked.estimator(groups))
     if not batches:

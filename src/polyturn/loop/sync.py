@@ -69,8 +69,17 @@ class Outcome:
     export: Path
 
 
+async def train_recipe(checked: Checked, folder: RunFolder, log: MetricsLog, say: Callable[[str], None]) -> Outcome:
+    """Start the environment, put the run together, train. Raises what `build_run` and `train` raise."""
+    async with checked.opened():
+        return await train(await build_run(checked, folder, log, say))
+
+
 async def build_run(checked: Checked, folder: RunFolder, log: MetricsLog, say: Callable[[str], None]) -> Run:
-    """Load the policy and build trainer, engine and bridge around it. Raises UserError for what can't be loaded."""
+    """Load the policy and build trainer, engine and bridge around it; within `checked.opened()`.
+
+    Raises UserError for what can't be loaded.
+    """
     recipe = checked.recipe
     policy = await load_policy(recipe, checked.environment, say)
     refuse_long_openings(recipe, checked.train_tasks, policy.renderer)

@@ -43,17 +43,18 @@ def tasks_from_file(path: str, environment: Environment, transform: str | None =
     loaded = load(path, None if transform is None else Transform(transform))
     tasks: list[Task] = []
     problems = list(loaded.problems)
-    if environment.reads_formats:
-        for line, row, found in loaded.formatted(need_answer=environment.needs_answer):
+    formatted = loaded.formatted(need_answer=environment.needs_answer, own=environment.knows_row)
+    for line, fields in loaded.rows:
+        try:
+            if environment.knows_row(fields):
+                tasks.append(task_of(environment, fields, loaded.place(line)))
+                continue
+            _, row, found = next(formatted)
             problems += [(line, problem) for problem in found]
             if row is not None:
                 tasks.append(environment.task_from_example(row))
-    else:
-        for line, fields in loaded.rows:
-            try:
-                tasks.append(task_of(environment, fields, loaded.place(line)))
-            except DataError as error:
-                problems.append((line, str(error)))
+        except DataError as error:
+            problems.append((line, str(error)))
     refuse(loaded, problems)
     return TaskList(tasks)
 

@@ -40,6 +40,20 @@ class MalformedCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSpec:
+    """A tool as a model is told of it: `parameters` is the JSON schema of its arguments, an object."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Json]
+
+    def as_json(self) -> dict[str, Json]:
+        """In the form that chat templates take."""
+        function: Json = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedReply:
     """The calls of a reply in order, and the text around them.
 

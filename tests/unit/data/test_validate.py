@@ -129,7 +129,7 @@ def test_rows_of_an_environment_with_fields_of_its_own(check):
             raise DataError(f"field 'start' is missing ({where})")
         return (Message(role="user", content=f"find {fields['start']} among all the records"),)
 
-    checked = check({"start": "a"}, {"begin": "b"}, need_format=False, make_task=make_task)
+    checked = check({"start": "a"}, {"begin": "b"}, knows_row=lambda fields: True, make_task=make_task)
     assert found(checked, "task") == [(2, "error", "field 'start' is missing (a.jsonl:2)")]
     assert found(checked, "row") == []
     assert (checked.report.num_usable, [line for line, _ in checked.openings]) == (1, [1])

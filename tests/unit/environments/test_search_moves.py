@@ -98,7 +98,7 @@ def test_a_native_call_and_an_answer_in_tags():
     [
         ('<tool_call>{"name": "find", "arguments": {"query": "x"}}</tool_call>', "there is no tool 'find'"),
         ('<tool_call>{"name": "search", "arguments": {}}</tool_call>', "needs the argument query"),
-        ('<tool_call>{"name": "search", "arguments": {"query": 7}}</tool_call>', "needs the argument query"),
+        ('<tool_call>{"name": "search", "arguments": {"query": 7}}</tool_call>', "the argument query of search"),
         ("<tool_call>red hill</tool_call>", "not valid JSON"),
         ("<search>red hill</search>", "no call here"),
     ],

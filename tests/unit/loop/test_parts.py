@@ -12,8 +12,8 @@ from polyturn.config.schema import Recipe
 from polyturn.data.mix import MixedStream, MixedTasks
 from polyturn.data.stream import TaskStream
 from polyturn.environments.mixed import Mixed
+from polyturn.environments.resources import Resources
 from polyturn.environments.rewarded import Rewarded
-from polyturn.environments.rewards.registry import Resources
 from polyturn.errors import ConfigError, DataError, EnvironmentSetupError
 from polyturn.loop.check import check
 from polyturn.loop.parts import component_weights, recipe_environment

@@ -26,9 +26,10 @@ from polyturn.environments.rewards.answers import gold_answers, normalised, same
 from polyturn.environments.search import facts
 from polyturn.environments.search.backends import BackendName, build_backend
 from polyturn.environments.search.base import Passage
-from polyturn.environments.search.moves import Moves, ToolFormat, harmless, read_moves, write_answer, write_search
+from polyturn.environments.search.moves import SEARCH, Moves, ToolFormat, harmless, read_moves, write_answer, write_search
 from polyturn.environments.search.words import words_of
 from polyturn.errors import DataError, EnvironmentSetupError, nearest
+from polyturn.rendering.tool_calls import ToolSpec
 from polyturn.types import Message, Row, Split, Task, TaskSource
 
 Announce = Literal["system", "template"]
@@ -135,13 +136,11 @@ class SearchQa(Environment):
         self.examples = examples
         self.instructions = instructions
         self._terse = corpus == facts.BUILTIN and not instructions
-        self._started = False
         self._backend = build_backend(backend, corpus=corpus, url=url, token_env=token_env, contact=contact)
 
     async def start(self) -> None:
         """Open the index or the connection. Raises UserError or ResourceError."""
         await self._backend.start()
-        self._started = True
 
     async def stop(self) -> None:
         """Close it."""
@@ -196,12 +195,14 @@ class SearchQa(Environment):
             ]
         return messages
 
+    def tool_specs(self, task: Task) -> Sequence[ToolSpec]:
+        """The search, with `announce: template`; else the instructions say how."""
+        return (SEARCH,) if self.announce == "template" else ()
+
     # ── one trajectory ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def setup(self, task: Task) -> State:
         """Nothing is known yet."""
-        if not self._started:
-            await self.start()
         golds = gold_answers(task)
         if not golds:
             raise DataError(f"task {task.id} has no answer; search_qa scores the answer against it")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from polyturn.config.dotted import load_dotted
 from polyturn.config.schema import RewardEntry
+from polyturn.environments.resources import NAMES, Resources
 from polyturn.environments.rewards.base import Reward
 from polyturn.errors import EnvironmentSetupError, UserError, nearest
-from polyturn.programs import CodeRunner
 
 _HERE = "polyturn.environments.rewards"
 BUILTIN = {
@@ -27,14 +26,6 @@ BUILTIN = {
     "tests_passed": f"{_HERE}.code:TestsPassed",
     "valid_calls": f"{_HERE}.tool_calls:ValidCalls",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resources:
-    """What rewards may ask for and a recipe can't write down; None where it is not there."""
-
-    runner: CodeRunner | None = None
-    """A sandbox, for a reward whose constructor has a parameter `runner`."""
 
 
 def build_rewards(entries: Sequence[RewardEntry], resources: Resources | None = None) -> list[Reward]:
@@ -78,19 +69,19 @@ def _with_arguments(found: Callable[..., Any], entry: RewardEntry, resources: Re
     is_class = inspect.isclass(found)
     parameters = inspect.signature(found).parameters
     taken = list(parameters) if is_class else list(parameters)[2:]
-    known = [name for name in taken if not name.startswith("_")]
+    known = [name for name in taken if not name.startswith("_") and name not in NAMES]
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         for key in entry.args:
             if key not in known:
                 hint = nearest(key, known) if known else "it takes none"
                 raise EnvironmentSetupError(f"environment.rewards: {key} is no argument of {entry.path}; {hint}")
     arguments: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.args.items()}
-    if "runner" in known and "runner" not in arguments:
-        if resources.runner is None:
-            raise EnvironmentSetupError(f"environment.rewards: {entry.path} runs code and there is no sandbox to run it in")
-        arguments["runner"] = resources.runner
+    given = resources.missing(taken, arguments)
+    if None in given.values():
+        raise EnvironmentSetupError(f"environment.rewards: {entry.path} runs code and there is no sandbox to run it in")
+    arguments |= given
     required = [
-        name for name in known if parameters[name].default is inspect.Parameter.empty and parameters[name].kind not in _VARIADIC
+        name for name in taken if parameters[name].default is inspect.Parameter.empty and parameters[name].kind not in _VARIADIC
     ]
     missing = [name for name in required if name not in arguments]
     if missing:

@@ -7,9 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from polyturn.rendering.tool_calls import MalformedCall, ToolCall, format_tool_call, parse_tool_calls
+from polyturn.environments.tools.calls import read_call
+from polyturn.rendering.tool_calls import MalformedCall, ToolCall, ToolSpec, format_tool_call, parse_tool_calls
 
 ToolFormat = Literal["xml", "hermes", "llama3", "mistral"]
+
+SEARCH = ToolSpec(
+    name="search",
+    description="Search an encyclopedia. Returns the passages that fit best.",
+    parameters={
+        "type": "object",
+        "properties": {"query": {"type": "string", "description": "Words to look for"}},
+        "required": ["query"],
+    },
+)
+"""The tool as models with calls of their own are told of it."""
 
 _TAGS = "search|answer"
 _WHOLE = re.compile(rf"<({_TAGS})>((?:(?!</?(?:{_TAGS})>).)*)</\1>", re.DOTALL)
@@ -83,11 +95,5 @@ def _tags(text: str, truncated: bool) -> Moves:
 
 
 def _query(call: ToolCall | MalformedCall) -> str | MalformedCall:
-    if isinstance(call, MalformedCall):
-        return call
-    if call.name != "search":
-        return MalformedCall(problem=f"there is no tool {call.name[:40]!r}; the tool is search")
-    query = call.arguments.get("query")
-    if not isinstance(query, str):
-        return MalformedCall(problem="search needs the argument query, a text")
-    return query.strip()
+    checked = read_call(call, [SEARCH])
+    return checked if isinstance(checked, MalformedCall) else str(checked.arguments["query"]).strip()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
 import tempfile
@@ -19,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polyturn import __version__
 from polyturn.environments.search.base import Passage
 from polyturn.environments.search.web import Again, JsonClient
 from polyturn.errors import EnvironmentSetupError, ResourceError
@@ -55,7 +55,7 @@ class Wikipedia:
             raise EnvironmentSetupError(
                 f"environment.args.contact={contact!r}: Wikimedia wants to know whom to write to; give a mail address or a page"
             )
-        headers = {"User-Agent": f"polyturn/{_version()} ({contact}) httpx"}
+        headers = {"User-Agent": f"polyturn/{__version__} ({contact}) httpx"}
         self._client = JsonClient(url or DEFAULT_URL, headers=headers, deadline_s=deadline_s)
         self._cache = cache
         self._pause_s = pause_s
@@ -100,13 +100,6 @@ class Wikipedia:
 
     def _folder(self) -> Path:
         return (self._cache or cache_folder() / "search") / "wikipedia"
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("polyturn")
-    except importlib.metadata.PackageNotFoundError:  # a checkout on the path
-        return "dev"
 
 
 def _parameters(query: str, k: int) -> dict[str, str | int]:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from polyturn.config.schema import RewardEntry
+from polyturn.environments.resources import Resources
 from polyturn.environments.rewards.base import Reward
 from polyturn.environments.rewards.length import LengthPenalty
-from polyturn.environments.rewards.registry import BUILTIN, Resources, build_rewards
+from polyturn.environments.rewards.registry import BUILTIN, build_rewards
 from polyturn.errors import ConfigError, DeadlineError, EnvironmentSetupError
 from unit.environments.rewards.scenes import said
 
