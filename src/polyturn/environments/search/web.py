@@ -12,7 +12,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from polyturn.errors import EnvironmentSetupError, MissingDependencyError, ResourceError
+from polyturn.errors import DeadlineError, EnvironmentSetupError, MissingDependencyError, ResourceError
 from polyturn.processes.deadlines import deadline
 
 MOST_BYTES = 16 << 20
@@ -83,7 +83,7 @@ class JsonClient:
                     return read(await self._once(request))
             except Again as again:
                 reason, wait_s = str(again), again.wait_s
-            except ResourceError as error:  # the deadline
+            except DeadlineError as error:
                 reason = f"{reason}, then {error}" if tries > 1 else str(error)
             if wait_s is None:
                 wait_s = min(FIRST_PAUSE_S * 2 ** (tries - 1) * random.uniform(0.5, 1.5), LONGEST_PAUSE_S)
