@@ -33,7 +33,7 @@ def calls_in(reply: Reply, tool_format: ToolFormat, problem: Problem) -> list[Co
     program = program_in(reply.text)
     if program.dress == "empty_fence":
         return [MalformedCall(problem="the code block is empty")]
-    if program.dress == "none" or (program.dress == "bare" and not problem.defined_by(program.code)):
+    if program.dress == "none" or (program.dress == "bare" and not _is_whole(program.code, problem)):
         return []
     if reply.truncated and (program.dress == "bare" or _is_open(reply.text)):
         return [MalformedCall(problem=_CUT_OFF)]
@@ -43,11 +43,12 @@ def calls_in(reply: Reply, tool_format: ToolFormat, problem: Problem) -> list[Co
 def submitted(reply: Reply, problem: Problem, *, tested: bool) -> str | MalformedCall | None:
     """The program that a reply without calls submits; None leaves it to the program tested last.
 
-    A reply of many words may hold pieces of code. Once something was tested, only code that defines what the tests ask for
-    takes its place.
+    Words may pass for code (`Done`), and hold pieces of it. So code that does not define what the tests ask for counts only in
+    a fence, and only while nothing was tested.
     """
     program = program_in(reply.text)
-    if program.code and (not tested or problem.defined_by(program.code) or (not problem.names and program.dress == "fence")):
+    whole = _is_whole(program.code, problem)
+    if program.code and (whole or (program.dress == "fence" and not (tested and problem.names))):
         if reply.truncated and (program.dress == "bare" or _is_open(reply.text)):
             return MalformedCall(problem=_CUT_OFF)
         return program.code
@@ -81,6 +82,11 @@ def _checked(name: str, arguments: dict[str, object]) -> CodeCall | MalformedCal
         return MalformedCall(problem="the argument stdin must be a text")
     code = program_in(code).code or code  # a fence within the argument
     return CodeCall(tool="run_python" if name == "run_python" else "run_tests", code=code, stdin=stdin)
+
+
+def _is_whole(code: str, problem: Problem) -> bool:
+    """Whether code, or what it becomes, defines what the tests ask for; False where that isn't known."""
+    return problem.defined_by(problem.program(code).text)
 
 
 def _is_open(text: str) -> bool:
