@@ -10,6 +10,7 @@ from polyturn.errors import ConfigError
 from polyturn.loop.build import build_engine, load_policy
 from polyturn.loop.check import Checked, chat_template
 from polyturn.loop.evaluate import Evaluation, evaluate, summarise
+from polyturn.loop.openings import refuse_hidden_tools
 from polyturn.loop.step import make_groups, player_for
 from polyturn.loop.tasks import held_out_tasks, open_stream
 from polyturn.loop.warmstart import Accuracy, WarmstartResult, WarmstartSettings, warmstart
@@ -34,6 +35,7 @@ async def evaluate_model(
         )
     async with checked.opened():
         policy = await load_policy(recipe, environment, say, path=model)
+        refuse_hidden_tools(environment, tasks, policy.renderer)
         engine = build_engine(recipe, policy.model)
         await engine.start()
         try:
@@ -72,6 +74,7 @@ async def rollout_model(
         policy = await load_policy(recipe, checked.environment, say, path=model)
         engine = build_engine(recipe, policy.model)
         tasks = open_stream(recipe, checked.train_tasks).take(count)
+        refuse_hidden_tools(checked.environment, tasks, policy.renderer)
         player = player_for(recipe, checked.environment, policy.renderer, engine, FIRST_STEP)
         progress = _Progress(count * recipe.rollout.group_size, say)
         await engine.start()
@@ -111,6 +114,7 @@ async def warmstart_model(
 
     async with checked.opened():
         policy = await load_policy(recipe, environment, say)
+        refuse_hidden_tools(environment, checked.train_tasks, policy.renderer)
         result = await warmstart(
             recipe, environment, policy.renderer, policy.model, settings, source=checked.train_tasks, on_step=report
         )

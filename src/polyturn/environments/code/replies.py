@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from polyturn.environments.base import Reply
 from polyturn.environments.code.problems import Problem
 from polyturn.programs import fenced_blocks, program_in
-from polyturn.rendering.tool_calls import MalformedCall, format_tool_call, parse_tool_calls
+from polyturn.rendering.tool_calls import MalformedCall, call_format
 
 ToolFormat: TypeAlias = Literal["hermes", "fenced"]
 Tool: TypeAlias = Literal["run_python", "run_tests"]
@@ -28,7 +28,7 @@ class CodeCall:
 def calls_in(reply: Reply, tool_format: ToolFormat, problem: Problem) -> list[CodeCall | MalformedCall]:
     """The calls of a reply. With `fenced`, a program is one: in a fence, or bare if it defines what the tests ask for."""
     if tool_format == "hermes":
-        found = parse_tool_calls(reply.text, truncated=reply.truncated).calls
+        found = call_format(tool_format).parse(reply.text, truncated=reply.truncated).calls
         return [call if isinstance(call, MalformedCall) else _checked(call.name, dict(call.arguments)) for call in found]
     program = program_in(reply.text)
     if program.dress == "empty_fence":
@@ -57,7 +57,7 @@ def submitted(reply: Reply, problem: Problem, *, tested: bool) -> str | Malforme
 
 def call_text(tool: Tool, code: str, tool_format: ToolFormat) -> str:
     """A call as `calls_in` reads it."""
-    return format_tool_call(tool, {"code": code}) if tool_format == "hermes" else fenced(code)
+    return call_format(tool_format).write(tool, {"code": code}) if tool_format == "hermes" else fenced(code)
 
 
 def fenced(code: str) -> str:
