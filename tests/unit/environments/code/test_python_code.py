@@ -21,7 +21,7 @@ from polyturn.environments.code import generated
 from polyturn.environments.code.judging import Judge
 from polyturn.environments.contract import play_by_hand
 from polyturn.errors import DataError, EnvironmentSetupError, SandboxError
-from polyturn.rendering.tool_calls import format_tool_call
+from polyturn.rendering.tool_calls import CALL_FORMATS, call_format
 from polyturn.sandbox.base import MIB, Limits, Tests
 from polyturn.sandbox.http import HttpSandbox
 from polyturn.sandbox.local import LocalSandbox
@@ -54,6 +54,10 @@ def task_of(environment: PythonCode, **fields) -> Task:
     assert problems == ()
     assert row is not None
     return environment.task_from_example(row)
+
+
+def format_tool_call(name, arguments):
+    return call_format("hermes").write(name, arguments)
 
 
 def call(code, tool="run_tests", **arguments):
@@ -176,7 +180,8 @@ async def test_programs_are_run_without_costing_an_attempt(made):
         ("<tool_call>{", "not valid JSON"),
         (format_tool_call("run", {"code": "x"}), "there is no tool 'run'"),
         (format_tool_call("run_tests", {}), "run_tests needs the argument code"),
-        (format_tool_call("run_python", {"code": "x = 1", "stdin": 3}), "the argument stdin must be a text"),
+        (format_tool_call("run_tests", {"code": " "}), "the argument code of run_tests is empty"),
+        (format_tool_call("run_python", {"code": "x = 1", "stdin": 3}), "the argument stdin of run_python"),
         ("Let me think.", "neither a call nor a program"),
         ("", "neither a call nor a program"),
     ],
@@ -215,6 +220,16 @@ async def test_fenced_programs_are_calls(made):
     assert "cut off" in said(result)
     (result,), _ = await played(environment, f"```python\n{RIGHT}\n```\nIt adds the two, wh", truncated=True)
     assert said(result) == "1 of 1 public tests pass.", "its program is whole"
+
+
+@pytest.mark.parametrize("tool_format", CALL_FORMATS)
+async def test_every_format_of_calls(made, tool_format):
+    environment = made(tool_format=tool_format)
+    task = task_of(environment)
+    assert "attempts" in task.messages[0].content
+    episode = await play_by_hand(environment, task, environment.gold(task))
+    assert (episode.score, episode.done, len(episode.turn_rewards)) == (1, True, 2)
+    assert episode.transcript[-2].content == "1 of 1 public tests pass."
 
 
 async def test_what_a_program_does_to_itself_is_told(made):
@@ -293,7 +308,7 @@ async def test_instructions_go_behind_the_rows_own(made):
     ("arguments", "said"),
     [
         ({"mode": "multy"}, "did you mean multi"),
-        ({"tool_format": "xml"}, "tool_format='xml' is unknown"),
+        ({"tool_format": "xmk"}, "did you mean xml"),
         ({"reward": "most"}, "reward='most' is unknown"),
         ({"max_attempts": 0}, "max_attempts=0 must be a whole number, 1 or more"),
         ({"public_tests": 1.5}, "public_tests=1.5 must be a whole number"),
