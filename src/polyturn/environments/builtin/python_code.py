@@ -191,7 +191,7 @@ class PythonCode(Environment):
         )
         if self.tool_format == "fenced":
             return f"{base} Reply with the whole program in one block:\n```python\n...\n```\nand wait: it is tested. {end}"
-        return f"{base}\n\n{call_format(self.tool_format, TOOLS).instructions(TOOLS)}\n\nWait for the result. {end}"
+        return f"{base}\n\n{call_format(self.tool_format, TOOLS).instructions(TOOLS)}\n\n{end}"
 
     # ── one trajectory ─────────────────────────────────────────────────────────────────────────────────────────────────
 
