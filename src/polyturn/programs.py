@@ -18,9 +18,11 @@ import ast
 import re
 import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
+
+from polyturn.errors import DataError
 
 Dress = Literal["bare", "fence", "empty_fence", "none"]
 """How a reply holds its program: as it is, in a fence, in a fence without text, or not at all."""
@@ -70,11 +72,75 @@ class Verdict:
         return self.loaded and bool(self.passed) and all(self.passed)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputCase:
+    """A test of what a whole program prints: its standard output must be `stdout`, blanks at line ends and the end aside."""
+
+    stdin: str
+    stdout: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryPoints:
+    """The names that tests take from a program, and which of them are classes. Everything else that tests use is their own."""
+
+    names: tuple[str, ...]
+    classes: tuple[str, ...] = ()
+
+
 class CodeRunner(Protocol):
     """Runs programs that nobody trusts. A limit that the program hits is a verdict; a fault of the runner's own is raised."""
 
-    async def run_tests(self, code: str, tests: Sequence[str]) -> Verdict:
-        """Run `code`, then each of `tests` (Python statements that see its names)."""
+    async def run_tests(self, code: str, tests: Sequence[str | OutputCase], entry_points: EntryPoints | None = None) -> Verdict:
+        """Run `code`, then each of `tests`: Python statements that see its names, or cases that run all of it.
+
+        Without tests the question is whether the program runs to its end. `entry_points` are the names to take from the
+        program, where they are known; None leaves it to the runner to guess them from the tests.
+        """
+
+
+def row_tests(tests: Sequence[Any], test_cases: Sequence[Mapping[str, Any]] = ()) -> list[str | OutputCase]:
+    """A row's `tests`, then its `test_cases` with `input` and `output`, as cases to run.
+
+    Raises:
+        DataError: a case whose input or output is no text, number or truth value: what is to be read or printed is not clear.
+
+    >>> row_tests([], [{"input": "2 3", "output": 5}])
+    [OutputCase(stdin='2 3', stdout='5')]
+    """
+    cases: list[str | OutputCase] = [str(test) for test in tests]
+    for index, case in enumerate(test_cases):
+        for name in ("input", "output"):
+            if not isinstance(case[name], str | int | float):
+                raise DataError(
+                    f"test_cases[{index}].{name} is a {type(case[name]).__name__}; it must be the text that a program reads or "
+                    "prints, or write the case as a statement under tests"
+                )
+        cases.append(OutputCase(stdin=str(case["input"]), stdout=str(case["output"])))
+    return cases
+
+
+def entry_points(reference: str, tests: Sequence[str]) -> EntryPoints | None:
+    """What `tests` use of the functions and classes that `reference` defines; None where that can't be told.
+
+    >>> entry_points("def add(a, b): return a + b", ["assert add(1, 2) == 3"])
+    EntryPoints(names=('add',), classes=())
+    """
+    defined, used = _defined(reference), set[str]()
+    for test in tests:
+        tree = _tree(test)
+        used |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} if tree else set()
+    names = tuple(sorted(used & set(defined)))
+    return EntryPoints(names=names, classes=tuple(name for name in names if defined[name])) if names else None
+
+
+def defines(code: str, names: Sequence[str]) -> bool:
+    """Whether a program has a function or class of its own for every one of `names`, at its top.
+
+    >>> defines("def add(a, b): return a + b", ["add"]), defines("add", ["add"])
+    (True, False)
+    """
+    return set(names) <= set(_defined(code))
 
 
 def program_in(text: str) -> Program:
@@ -160,3 +226,24 @@ def _closes(line: str, fence: re.Match[str]) -> bool:
 def _block(fence: re.Match[str], lines: Sequence[str]) -> tuple[str, str]:
     code = "\n".join(lines)
     return fence["tag"].lower(), textwrap.dedent(code) if fence["indent"] else code
+
+
+def _tree(code: str) -> ast.Module | None:
+    """The program as a tree; None where `syntax_problem` says why not."""
+    if syntax_problem(code) is not None:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(code)
+
+
+def _defined(code: str) -> dict[str, bool]:
+    """Names that a program binds at its top to a function, a class or a lambda; True for classes."""
+    found: dict[str, bool] = {}
+    tree = _tree(code)
+    for node in tree.body if tree else ():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found[node.name] = isinstance(node, ast.ClassDef)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+            found |= {target.id: False for target in node.targets if isinstance(target, ast.Name)}
+    return found

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from parts import author_tools
 from polyturn.data.formats import BY_NAME, row_in
 from polyturn.data.new import starter_rows
 from polyturn.environments import contract
@@ -18,8 +19,11 @@ from polyturn.environments.builtin.chat import Chat
 from polyturn.environments.builtin.gsm8k import Gsm8k
 from polyturn.environments.builtin.lookup import Lookup
 from polyturn.environments.builtin.search_qa import SearchQa
+from polyturn.environments.builtin.tools import Tools
+from polyturn.environments.builtin.user_sim import UserSim
 from polyturn.environments.contract import ContractReport, check_contract, play_by_hand, show
 from polyturn.environments.registry import BUILTIN, environment_class
+from polyturn.environments.starter import Starter
 from polyturn.errors import EnvironmentSetupError
 from polyturn.loop.tasks import tasks_from_file
 from polyturn.types import Message, Task
@@ -113,6 +117,37 @@ def chat():
     return environment
 
 
+def with_rows(environment, *rows):
+    """An environment over a few rows, as tasks of its own."""
+
+    def tasks(split, seed):
+        made = [row_in(fields, f"{split}:{line}", None, need_answer=False)[0] for line, fields in enumerate(rows, 1)]
+        return TaskList([environment.task_from_example(row) for row in made])
+
+    environment.tasks = tasks
+    return environment
+
+
+CALL = {"name": "add", "arguments": {"a": 2, "b": 3}}
+SUMS = ({"question": "2 + 3?", "answer": "5", "calls": [CALL]}, {"question": "4 + 4?", "answer": "8", "aliases": ["eight"]})
+
+
+def tools():
+    """`tools` with functions, a state, a class; each kind of outcome."""
+    yield with_rows(Tools(tools=[author_tools.add, author_tools.price], exact=True), *SUMS)
+    yield with_rows(Tools(tools=[author_tools.add], exact=True, answer_tag="answer", announce="template"), *SUMS)
+    put = [{"name": "put", "arguments": {"item": "lamp"}}]
+    row = {"question": "A lamp, please", "answer": "lamp", "calls": put}
+    yield with_rows(Tools(tools=author_tools.Shop), row)
+    yield with_rows(Tools(tools=[author_tools.put], state=author_tools.make_basket, score=author_tools.full), row)
+
+
+def dialogue():
+    """`user_sim` with turns written in the row."""
+    row = {"prompt": "Hello", "user_turns": ["K7", "Bye"], "replies": ["Your number, please?", "Anything else?", "Goodbye"]}
+    return with_rows(UserSim(score=lambda transcript, task: float(transcript[-1].content == "Goodbye")), row)
+
+
 def searches():
     for form in ("xml", "hermes"):
         yield SearchQa(corpus="builtin:facts", tool_format=form, turn_reward=0.1, format_reward=0.1)
@@ -120,7 +155,7 @@ def searches():
     yield SearchQa(corpus="builtin:facts", tool_format="hermes", announce="template", examples=2)
 
 
-GOOD = [*lookups(), *searches(), Twice(), Endless(), Blocking(), chat()]
+GOOD = [*lookups(), *searches(), Twice(), Endless(), Blocking(), chat(), *tools(), dialogue(), Starter()]
 
 
 GOOD_FROM_ROWS = [

@@ -6,7 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyturn.programs import MOST_CHARACTERS, Verdict, fenced_blocks, looks_like_code, program_in, syntax_problem
+from polyturn.errors import DataError
+from polyturn.programs import (
+    MOST_CHARACTERS,
+    EntryPoints,
+    OutputCase,
+    Verdict,
+    entry_points,
+    fenced_blocks,
+    looks_like_code,
+    program_in,
+    row_tests,
+    syntax_problem,
+)
 
 ADD = "def add(a, b):\n    return a + b"
 
@@ -121,3 +133,22 @@ def test_verdicts():
     assert not Verdict(loaded=False, passed=(True,)).all_passed
     nothing = Verdict(loaded=True, passed=())
     assert (nothing.share, nothing.all_passed) == (0.0, False)
+
+
+def test_entry_points_are_what_tests_use_of_the_reference():
+    reference = "import math\nclass Stack:\n    pass\ndef push(s): ...\ndef inner(): ...\ntwice = lambda x: 2 * x\nK = 3"
+    found = entry_points(reference, ["assert push(Stack()) == math.pi", "assert twice(K) == 6", "assert ("])
+    assert found == EntryPoints(names=("Stack", "push", "twice"), classes=("Stack",))
+    assert entry_points(reference, ["assert other() == 1"]) is None
+    assert entry_points("def push(:", ["assert push()"]) is None
+
+
+def test_cases_of_a_row():
+    assert row_tests(["assert f()"], [{"input": "1\n", "output": 2.5}, {"input": 3, "output": ""}]) == [
+        "assert f()",
+        OutputCase(stdin="1\n", stdout="2.5"),
+        OutputCase(stdin="3", stdout=""),
+    ]
+    for wrong in ({"input": None, "output": "1"}, {"input": "1", "output": {"a": 1}}):
+        with pytest.raises(DataError, match=r"test_cases\[0\]\.(input|output) is a (NoneType|dict)"):
+            row_tests([], [wrong])

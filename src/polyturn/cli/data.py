@@ -34,14 +34,14 @@ def run_check(args: argparse.Namespace) -> int:
     import json
 
     from polyturn.data.report import as_json, lines
-    from polyturn.loop.data_check import check_data, refuse_without_sandbox
+    from polyturn.loop.data_check import check_data, tests_sandbox
 
-    runner = refuse_without_sandbox(None) if args.run_tests else None
+    recipe = _recipe(args)
     checked = check_data(
         args.file,
-        recipe=_recipe(args),
+        recipe=recipe,
         transform=args.transform,
-        runner=runner,
+        sandbox=tests_sandbox(recipe) if args.run_tests else None,
         use_cache=not args.no_cache,
         style=not args.no_style,
     )

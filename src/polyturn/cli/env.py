@@ -1,4 +1,4 @@
-"""`polyturn env list` and `polyturn env check ID [key=value ...] [--data FILE]`."""
+"""`polyturn env list`, `polyturn env check ID [key=value ...] [--data FILE]` and `polyturn env new NAME [--out DIR]`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ def register(verbs: Any) -> None:
     checking.add_argument("--data", metavar="FILE", help="rows to play: a JSONL file, or hf:owner/name[:config][@split]")
     checking.add_argument("--seed", type=int, default=0, help="seed of the tasks (default 0)")
     checking.set_defaults(run=run_check)
+    starting = actions.add_parser(
+        "new",
+        help="write an environment of your own to start from",
+        description="Write NAME.py, an environment in one file, test_NAME.py and NAME.yaml, a recipe that trains it.",
+    )
+    starting.add_argument("name", metavar="NAME", help="the module's name, such as red_boxes")
+    starting.add_argument("--out", metavar="DIR", default=".", help="folder to write to (default: this one)")
+    starting.add_argument("--force", action="store_true", help="overwrite files of these names")
+    starting.set_defaults(run=run_new)
 
 
 def run_list(args: argparse.Namespace) -> int:
@@ -69,3 +78,22 @@ def run_check(args: argparse.Namespace) -> int:
     for line in report.failed:
         print(f"BROKEN  {line}")
     return 2 if report.failed else 0
+
+
+def run_new(args: argparse.Namespace) -> int:
+    """Write the files and print what to do with them."""
+    from pathlib import Path
+
+    from polyturn.environments.new import class_name, new_environment
+
+    folder = Path(args.out)
+    for path in new_environment(args.name, folder, force=args.force):
+        print(f"wrote   {path}")
+    print("\nnext:")
+    if folder.resolve() != Path.cwd():
+        print(f"  cd {folder}")
+    print(f"  polyturn env check {args.name}:{class_name(args.name)}")
+    print(f"  pytest test_{args.name}.py")
+    print(f"  polyturn train {args.name}.yaml")
+    print(f"\nin a recipe of yours:\n  environment:\n    id: {args.name}:{class_name(args.name)}")
+    return 0

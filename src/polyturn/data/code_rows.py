@@ -14,7 +14,8 @@ from pathlib import Path
 
 from polyturn.data.findings import Finding
 from polyturn.data.formats import BY_NAME
-from polyturn.programs import CodeRunner, fenced_blocks, program_in, syntax_problem
+from polyturn.errors import DataError
+from polyturn.programs import CodeRunner, entry_points, fenced_blocks, program_in, row_tests, syntax_problem
 from polyturn.types import Row
 
 STYLE_RULES = "E4,E7,F,B"
@@ -95,15 +96,21 @@ async def run_references(rows: Sequence[tuple[int, Row]], runner: CodeRunner) ->
 
     async def one(line: int, row: Row) -> Finding | None:
         program = program_in(row.answer or "")
+        if not program.code:
+            return Finding(line=line, severity="error", kind="tests", reason="the reference holds no program to run")
+        try:
+            tests = row_tests(row.tests, row.test_cases)
+        except DataError as error:
+            return Finding(line=line, severity="error", kind="tests", reason=str(error))
         async with slots:
-            verdict = await runner.run_tests(program.code, row.tests)
+            verdict = await runner.run_tests(program.code, tests, entry_points(program.code, row.tests))
         if verdict.all_passed:
             return None
-        passed = f"{sum(verdict.passed)} of {len(row.tests)} tests pass"
+        passed = f"{sum(verdict.passed)} of {len(tests)} tests pass"
         reason = f"the reference does not pass its own tests: {passed}" + (f" ({verdict.reason})" if verdict.reason else "")
         return Finding(line=line, severity="error", kind="tests", reason=reason)
 
-    chosen = [(line, row) for line, row in rows if row.tests and row.answer is not None]
+    chosen = [(line, row) for line, row in rows if (row.tests or row.test_cases) and row.answer is not None]
     found = await asyncio.gather(*(one(line, row) for line, row in chosen))
     return [finding for finding in found if finding is not None], len(chosen)
 

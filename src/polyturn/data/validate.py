@@ -112,10 +112,10 @@ async def check_references(checked: Checked, runner: CodeRunner) -> None:
     rows = [(line, row) for line, row in checked.rows if line not in broken]
     findings, count = await run_references(rows, runner)
     checked.report.findings += findings
-    only_cases = sum(bool(row.test_cases) and not row.tests for _, row in rows)
     checked.report.notes.append(f"{count} references were run against their own tests, {count - len(findings)} pass")
-    if only_cases:
-        checked.report.notes.append(f"{only_cases} rows have test_cases only, which are not run here")
+    without = sum(bool(row.tests or row.test_cases) and row.answer is None for _, row in rows)
+    if without:
+        checked.report.notes.append(f"{without} rows have tests and no reference to run")
     checked.report.finish({line for line, _ in checked.loaded.rows})
 
 

@@ -134,7 +134,7 @@ class Environment(ABC):
         return
 
     async def stop(self) -> None:
-        """Close it. Called once, after the last `close`, however the run ended."""
+        """Close it. Called once, after the last `close`, however the run ended, also when `start` raised."""
         return
 
     @abstractmethod

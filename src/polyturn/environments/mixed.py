@@ -32,14 +32,10 @@ class Mixed(Environment):
         return self._part(task).tool_specs(task)
 
     async def start(self) -> None:
-        """Start every part, in order. Where one can't, those before it are stopped."""
-        try:
-            for part in self.parts.values():
-                self._started.append(part)
-                await call(part.start)
-        except BaseException:
-            await self.stop()
-            raise
+        """Start every part, in order."""
+        for part in self.parts.values():
+            self._started.append(part)
+            await call(part.start)
 
     async def stop(self) -> None:
         """Stop every part that was started, the last one first; the first error is raised when all have been."""

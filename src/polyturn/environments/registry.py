@@ -15,11 +15,16 @@ BUILTIN = {
     "chat": "polyturn.environments.builtin.chat:Chat",
     "gsm8k": "polyturn.environments.builtin.gsm8k:Gsm8k",
     "lookup": "polyturn.environments.builtin.lookup:Lookup",
+    "python_code": "polyturn.environments.builtin.python_code:PythonCode",
     "search_qa": "polyturn.environments.builtin.search_qa:SearchQa",
+    "tools": "polyturn.environments.builtin.tools:Tools",
+    "user_sim": "polyturn.environments.builtin.user_sim:UserSim",
 }
 
 
-ADAPTERS: dict[str, str] = {}
+ADAPTERS: dict[str, str] = {
+    "reasoning_gym": "polyturn.environments.adapters.reasoning_gym:ReasoningGym",
+}
 """Class behind an id `PREFIX:NAME`. It is built with `name=NAME`."""
 
 

@@ -10,6 +10,7 @@ from polyturn.errors import ConfigError
 from polyturn.loop.build import build_engine, load_policy
 from polyturn.loop.check import Checked, chat_template
 from polyturn.loop.evaluate import Evaluation, choose_tasks, evaluate, summarise
+from polyturn.loop.openings import refuse_hidden_tools
 from polyturn.loop.step import make_groups, player_for
 from polyturn.loop.tasks import open_stream
 from polyturn.loop.warmstart import Accuracy, WarmstartResult, WarmstartSettings, warmstart
@@ -45,6 +46,7 @@ async def evaluate_model(
         )
     async with checked.opened():
         policy = await load_policy(recipe, environment, say, path=model)
+        refuse_hidden_tools(environment, tasks, policy.renderer)
         engine = build_engine(recipe, policy.model)
         played: list[TrajectoryGroup] = []
         await engine.start()
@@ -88,6 +90,7 @@ async def rollout_model(
         policy = await load_policy(recipe, checked.environment, say, path=model)
         engine = build_engine(recipe, policy.model)
         tasks = open_stream(recipe, checked.train_tasks).take(count)
+        refuse_hidden_tools(checked.environment, tasks, policy.renderer)
         player = player_for(recipe, checked.environment, policy.renderer, engine, FIRST_STEP)
         progress = _Progress(count * recipe.rollout.group_size, say)
         await engine.start()
@@ -127,6 +130,7 @@ async def warmstart_model(
 
     async with checked.opened():
         policy = await load_policy(recipe, environment, say)
+        refuse_hidden_tools(environment, checked.train_tasks, policy.renderer)
         result = await warmstart(
             recipe, environment, policy.renderer, policy.model, settings, source=checked.train_tasks, on_step=report
         )

@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from polyturn.config.schema import MixEntry, Recipe
+from polyturn.config.schema import MixEntry, Recipe, SandboxSection
 from polyturn.data.formats import row_in
 from polyturn.data.load import Loaded, load
 from polyturn.data.transform import Transform
 from polyturn.data.validate import Checked, Wanted, check_file, check_references
 from polyturn.environments import build_environment
 from polyturn.environments.base import Environment
-from polyturn.errors import ConfigError, DataError
+from polyturn.errors import DataError
 from polyturn.loop.openings import encode_all, encoder, recipe_renderer
+from polyturn.loop.parts import build_sandbox, recipe_resources
 from polyturn.loop.tasks import task_of
-from polyturn.programs import CodeRunner
+from polyturn.sandbox.base import Sandbox
+from polyturn.sandbox.runner import SandboxRunner
 from polyturn.types import Message, Row
 
 
@@ -39,16 +41,17 @@ def check_data(
     *,
     recipe: Recipe | None = None,
     transform: str | None = None,
-    runner: CodeRunner | None = None,
+    sandbox: Sandbox | None = None,
     use_cache: bool = True,
     style: bool = True,
 ) -> Checked:
     """Check a file; with a recipe also against its environment, tokenizer and context, and with its transform.
 
-    `runner` runs the references of code rows against their tests.
+    In `sandbox`, which is started and stopped here, the references of code rows are run against their tests.
 
     Raises:
-        UserError: there is no such file, or the recipe can't be used.
+        UserError: there is no such file, the recipe can't be used, or the machine can't keep programs apart.
+        SandboxError: the sandbox broke.
     """
     function = _transform(recipe, path, transform)
     wanted = Wanted(style=style)
@@ -66,9 +69,14 @@ def check_data(
             style=style,
         )
     checked = check_file(path, function, wanted)
-    if runner is not None:
-        asyncio.run(check_references(checked, runner))
+    if sandbox is not None:
+        asyncio.run(_run_references(checked, sandbox))
     return checked
+
+
+def tests_sandbox(recipe: Recipe | None) -> Sandbox:
+    """Where references are run: in the recipe's sandbox, without a recipe in one on this machine. Not started yet."""
+    return build_sandbox(SandboxSection() if recipe is None else recipe.sandbox)
 
 
 def show_rows(
@@ -102,10 +110,10 @@ def show_rows(
 
 def _environment(recipe: Recipe, path: str) -> Environment:
     """The environment that reads a file. Rewards are left out, they read no rows."""
-    entry = _part(recipe, path)
+    entry, resources = _part(recipe, path), recipe_resources(recipe.sandbox)
     if entry is not None:
-        return build_environment(entry.environment, entry.args)
-    return build_environment(recipe.environment.id, recipe.environment.args)
+        return build_environment(entry.environment, entry.args, resources)
+    return build_environment(recipe.environment.id, recipe.environment.args, resources)
 
 
 def _transform(recipe: Recipe | None, path: str, given: str | None) -> Transform | None:
@@ -140,8 +148,9 @@ def _chosen(loaded: Loaded, lines: Sequence[int] | None, count: int) -> list[tup
     return [(line, by_line[line]) for line in lines]
 
 
-def refuse_without_sandbox(runner: CodeRunner | None) -> CodeRunner:
-    """`runner`, or ConfigError where none is wired in."""
-    if runner is None:
-        raise ConfigError("--run-tests runs code, and this version has no sandbox to run it in; leave it out")
-    return runner
+async def _run_references(checked: Checked, sandbox: Sandbox) -> None:
+    await sandbox.start()
+    try:
+        await check_references(checked, SandboxRunner(sandbox=sandbox))
+    finally:
+        await sandbox.stop()

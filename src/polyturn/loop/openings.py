@@ -13,12 +13,13 @@ from polyturn.data.cache import Encode, TokenCache, Tokenised, file_hash, tokeni
 from polyturn.data.hub import PREFIX
 from polyturn.data.transform import Transform
 from polyturn.environments.base import Environment
-from polyturn.errors import DataError
+from polyturn.errors import DataError, ModelError
 from polyturn.loop.check import chat_template
+from polyturn.loop.tasks import authors_code
 from polyturn.models.folder import SMOLLM2, TINY, model_folder
 from polyturn.rendering.renderer import Renderer
 from polyturn.rendering.words import save_word_tokenizer
-from polyturn.types import Message, TaskSource
+from polyturn.types import Message, Task, TaskSource
 
 
 def recipe_renderer(recipe: Recipe, environment: Environment) -> Renderer:
@@ -64,6 +65,17 @@ def refuse_long_openings(recipe: Recipe, tasks: TaskSource, renderer: Renderer) 
     ]
     if problems:
         raise DataError("\n".join(problems))
+
+
+def refuse_hidden_tools(environment: Environment, tasks: TaskSource | Sequence[Task], renderer: Renderer) -> None:
+    """Raise ModelError when the first of `tasks` has tools that the chat template would not tell the model of."""
+    with authors_code(f"{environment.name}.tool_specs"):
+        specs = environment.tool_specs(tasks[0])
+    if specs and not renderer.shows_tools:
+        raise ModelError(
+            f"the chat template does not announce tools, and environment {environment.name} leaves {specs[0].name} to it; "
+            "have the environment announce them in a system message, or set model.chat_template to a template that does"
+        )
 
 
 def encoder_of(folder: Path, template: Path | None) -> Encode:

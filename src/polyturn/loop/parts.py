@@ -20,6 +20,7 @@ from polyturn.processes.deadlines import deadline
 from polyturn.sandbox.base import MIB, Limits, Sandbox
 from polyturn.sandbox.http import HttpSandbox
 from polyturn.sandbox.local import LocalSandbox
+from polyturn.sandbox.runner import SandboxRunner
 
 STOP_DEADLINE_S = 60.0
 """How long an environment, or the sandbox, may take to stop."""
@@ -47,7 +48,7 @@ def recipe_environment(recipe: Recipe, resources: Resources | None = None) -> En
 
 def recipe_resources(section: SandboxSection) -> Resources:
     """What the environments and rewards of a recipe may ask for."""
-    return Resources(make_sandbox=lambda: build_sandbox(section))
+    return Resources(make_sandbox=lambda: build_sandbox(section), make_runner=lambda sandbox: SandboxRunner(sandbox=sandbox))
 
 
 def build_sandbox(section: SandboxSection) -> Sandbox:

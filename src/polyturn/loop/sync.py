@@ -24,7 +24,7 @@ from polyturn.errors import TrainingError
 from polyturn.loop.build import Policy, build_engine_and_bridge, build_trainer, load_policy
 from polyturn.loop.check import Checked, chat_template
 from polyturn.loop.evaluate import Evaluation, evaluate
-from polyturn.loop.openings import refuse_long_openings
+from polyturn.loop.openings import refuse_hidden_tools, refuse_long_openings
 from polyturn.loop.step import BatchReport, DropGuard, build_batches, make_groups, player_for
 from polyturn.loop.tasks import authors_code, open_stream
 from polyturn.metrics.run_folder import RunFolder
@@ -83,6 +83,8 @@ async def build_run(checked: Checked, folder: RunFolder, log: MetricsLog, say: C
     recipe = checked.recipe
     policy = await load_policy(recipe, checked.environment, say)
     refuse_long_openings(recipe, checked.train_tasks, policy.renderer)
+    stream = open_stream(recipe, checked.train_tasks)
+    refuse_hidden_tools(checked.environment, checked.train_tasks, policy.renderer)
     trainer = build_trainer(recipe, policy.model)
     engine, bridge = build_engine_and_bridge(recipe, trainer)
     return Run(
@@ -92,7 +94,7 @@ async def build_run(checked: Checked, folder: RunFolder, log: MetricsLog, say: C
         trainer=trainer,
         engine=engine,
         bridge=bridge,
-        stream=open_stream(recipe, checked.train_tasks),
+        stream=stream,
         log=log,
         guard=DropGuard(recipe.rollout.max_dropped_share, recipe.rollout.dropped_window_steps),
         spans=Spans(),

@@ -15,15 +15,18 @@ import datetime
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from polyturn.errors import ModelError
 from polyturn.rendering.control import Neutralizer, without_surrogates
 from polyturn.rendering.template import ChatTemplate
 from polyturn.rendering.tokenizer import Tokenizer
+from polyturn.rendering.tool_calls import ToolSpec
 from polyturn.types import Json, Message
 
 REPLY_PROBE = "polyturn-reply-probe"
+TOOL_PROBE = "polyturn_tool_probe"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +50,9 @@ class Renderer:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, *, tools: Sequence[Json] | None = None) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self.tools = tools
         self.control_tokens = {**tokenizer.special_tokens, **self._written_tokens()}
         self._neutralize = Neutralizer(tokenizer, self.control_tokens)
+        self.tools = self.shown_tools(tools or ())
         self._lead, self._opened, tail = self._around_reply()
         space, end = self._end_of_turn(tail)
         self._closing = space + end if end else tokenizer.token(tokenizer.eos_ids[0])
@@ -73,9 +76,32 @@ class Renderer:
         source = None if chat_template is None else chat_template.read_text(encoding="utf-8")
         return cls(tokenizer, ChatTemplate.of(tokenizer, source, variables=variables, today=today), tools=tools)
 
-    def open(self, messages: Sequence[Message]) -> Conversation:
-        """A conversation that starts with `messages`."""
-        return Conversation(self, messages)
+    def open(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> Conversation:
+        """A conversation that starts with `messages`.
+
+        `tools` are announced by the template in all of its prompts, in the form of `ToolSpec.as_json`; None for those of the
+        renderer.
+        """
+        return Conversation(self, messages, self.tools if tools is None else self.shown_tools(tools))
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the template tells the model of the tools that it is given."""
+        probe: Json = ToolSpec(name=TOOL_PROBE, description="x", parameters={"type": "object", "properties": {}}).as_json()
+        with contextlib.suppress(ModelError):
+            return TOOL_PROBE in self.template.render([{"role": "user", "content": "x"}], True, [probe])
+        return False
+
+    def shown_tools(self, tools: Sequence[Json]) -> Sequence[Json]:
+        """Tools as the template gets them: control tokens in them spelled out."""
+        return [self._neutral(tool) for tool in tools]
+
+    def _neutral(self, value: Json) -> Json:
+        if isinstance(value, str):
+            return self._neutralize(without_surrogates(value))
+        if isinstance(value, Mapping):
+            return {str(self._neutral(key)): self._neutral(inner) for key, inner in value.items()}
+        return [self._neutral(inner) for inner in value] if isinstance(value, Sequence) else value
 
     def entry(self, message: Message) -> dict[str, object]:
         """A message as the template gets it: control tokens in it spelled out, except in what a model said."""
@@ -96,16 +122,20 @@ class Renderer:
         """A reply with what the template writes right before and after it, its end included."""
         return self._lead + text + self._closing
 
-    def text(self, entries: Sequence[dict[str, object]]) -> str:
-        """The text of a prompt."""
-        return self.template.render(entries, True, self.tools)
+    def text(self, entries: Sequence[dict[str, object]], tools: Sequence[Json] | None = None) -> str:
+        """The text of a prompt that announces `tools`, None for those of the renderer."""
+        shown = self.tools if tools is None else tools
+        return self.template.render(entries, True, shown or None)
 
     def _around_reply(self) -> tuple[str, str, str]:
-        """What stands before an earlier reply but not in the prompt for it, what only in the prompt, and what after a reply."""
+        """What stands before an earlier reply but not in the prompt for it, what only in the prompt, and what after a reply.
+
+        Rendered without tools: some templates announce them before the last question, which moves.
+        """
         entries: list[dict[str, object]] = [{"role": "user", "content": "x"}]
         prompt = self.text(entries)
         entries += [{"role": "assistant", "content": REPLY_PROBE}, {"role": "user", "content": "x"}]
-        text = self.template.render(entries, False, self.tools)
+        text = self.template.render(entries, False)
         if text.count(REPLY_PROBE) != 1:
             raise ModelError(
                 "the chat template doesn't show an assistant message as it was said; "
@@ -144,8 +174,9 @@ class Conversation:
     Call `prompt` and `add_completion` in turns; `add_messages` between them.
     """
 
-    def __init__(self, renderer: Renderer, messages: Sequence[Message]) -> None:
+    def __init__(self, renderer: Renderer, messages: Sequence[Message], tools: Sequence[Json]) -> None:
         self._renderer = renderer
+        self._tools = tools
         self._messages: list[Message] = []
         self._entries: list[dict[str, object]] = []
         self._ids: list[int] = []
@@ -175,7 +206,7 @@ class Conversation:
         Raises ModelError when the template refuses the messages or renders nothing.
         """
         assert not self._prompted, "prompt was called twice without a completion"
-        text = self._renderer.text(self._entries)
+        text = self._renderer.text(self._entries, self._tools)
         continues = bool(self._ids) and text.startswith(self._text)
         if continues:
             ids = self._renderer.tokenizer.encode(text[len(self._text) :], after=self._ids[-1])

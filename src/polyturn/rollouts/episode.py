@@ -122,7 +122,8 @@ class _Episode:
         environment = self.player.environment
         self.state = await self._ask("setup", environment.setup, self.task)
         self.opened = True
-        conversation = self.player.renderer.open(self.task.messages)
+        specs = await self._ask("tool_specs", environment.tool_specs, self.task)
+        conversation = self.player.renderer.open(self.task.messages, [spec.as_json() for spec in specs])
         self.end = await self._turns(conversation)
         self.outcome = await self._ask("rewards", environment.rewards, self.state, check=checked_outcome)
         self.success = bool(environment.succeeded(self.task, self.outcome))

@@ -21,6 +21,7 @@ from pathlib import PurePosixPath
 from typing import Literal, Protocol, TypeAlias
 
 from polyturn.errors import ConfigError, DataError
+from polyturn.programs import OutputCase as OutputCase
 
 MIB = 1 << 20
 _MOST_PATH, _MOST_NAME = 2048, 255
@@ -116,14 +117,6 @@ class RunResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutputCase:
-    """A test of what a whole program prints: its standard output must be `stdout`, blanks at line ends and the end aside."""
-
-    stdin: str
-    stdout: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Tests:
     """Test cases. A string is Python code that must not raise; an `OutputCase` runs the whole program.
 
@@ -180,6 +173,8 @@ class TestsResult:
     stdout: str
     stderr: str
     seconds: float
+    loaded: bool = True
+    """False where the program itself did not come to its end, so that no test could be asked anything."""
 
     __test__ = False
 

@@ -42,7 +42,7 @@ async def judge(pool: Pool, program: Program, tests: Tests, limits: Limits) -> T
     """Run all cases, in order. Raises SandboxError when the sandbox broke."""
     began = time.monotonic()
     outcomes: list[CaseOutcome] = []
-    stdout, stderr = [], []
+    stdout, stderr, loaded = [], [], True
     while len(outcomes) < tests.total:
         left = limits.wall_s - (time.monotonic() - began) if outcomes else limits.wall_s
         if left <= 0:
@@ -57,6 +57,7 @@ async def judge(pool: Pool, program: Program, tests: Tests, limits: Limits) -> T
         else:
             verdict = await _run_pair(pool, program, tests, len(outcomes), now)
         outcomes += verdict.outcomes
+        loaded &= verdict.end not in ("not loaded", "left at start")
         stdout.append(verdict.stdout)
         stderr.append(verdict.stderr)
     return TestsResult(
@@ -64,6 +65,7 @@ async def judge(pool: Pool, program: Program, tests: Tests, limits: Limits) -> T
         stdout="".join(stdout)[: limits.output_bytes],
         stderr="".join(stderr)[: limits.output_bytes],
         seconds=time.monotonic() - began,
+        loaded=loaded,
     )
 
 

@@ -80,11 +80,20 @@ def test_files_that_can_not_be_read_are_one_sentence(data):
     assert data("check")[0] == 2
 
 
-def test_run_tests_needs_a_sandbox(data):
-    write("a.jsonl", *ROWS)
-    code, _, err = data("check", "a.jsonl", "--run-tests")
+def test_references_are_run_in_the_sandbox(data):
+    tests = ["assert add(2, 3) == 5", "assert add(0, 1) == 1"]
+    write(
+        "a.jsonl",
+        {"prompt": "Write add(a, b).", "response": "```python\ndef add(a, b):\n    return a + b\n```", "tests": tests},
+        {"prompt": "Write add(a, b), again.", "response": "def add(a, b):\n    return 5", "tests": tests},
+        {"prompt": "Double what is read.", "response": "print(2 * int(input()))", "test_cases": [{"input": 4, "output": "8"}]},
+    )
+    code, out, _ = data("check", "a.jsonl", "--run-tests")
     assert code == 2
-    assert "has no sandbox to run it in" in err[0]
+    assert "  note: 3 references were run against their own tests, 2 pass" in out
+    reason = "1 of 2 tests pass (AssertionError in test 2 (assert add(0, 1) == 1))"
+    assert out[-2] == f"a.jsonl:2: the reference does not pass its own tests: {reason}"
+    assert data("check", "a.jsonl")[0] == 0, "without the option nothing is run"
 
 
 def test_check_with_a_transform(data, tmp_path, monkeypatch):

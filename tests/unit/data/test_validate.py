@@ -12,7 +12,7 @@ from polyturn.data.cache import tokenise
 from polyturn.data.report import MOST_OF_A_KIND, as_json, lines
 from polyturn.data.validate import Wanted, check_file, check_references
 from polyturn.errors import DataError
-from polyturn.programs import Verdict
+from polyturn.programs import OutputCase, Verdict
 from polyturn.types import Message
 
 
@@ -142,8 +142,9 @@ def test_rows_without_an_answer_where_none_is_needed(check):
 
 
 class Runner:
-    async def run_tests(self, code, tests):
-        return Verdict(loaded=True, passed=("return 1" in code,))
+    async def run_tests(self, code, tests, entry_points=None):
+        right = "print(1)" in code if isinstance(tests[0], OutputCase) else "return 1" in code
+        return Verdict(loaded=True, passed=(right,) * len(tests))
 
 
 async def test_references_that_fail_are_errors(check):
@@ -151,15 +152,19 @@ async def test_references_that_fail_are_errors(check):
         {"prompt": f"Write the function f, number {n}", "response": f"def f():\n    return {n}", "tests": ["assert f() == 1"]}
         for n in (1, 2)
     ]
-    rows.append({"prompt": "Add what is read", "response": "print(1)", "test_cases": [{"input": "1", "output": "1"}]})
+    cases = [{"input": "1", "output": "1"}]
+    rows += [{"prompt": f"Print what is read, {n}", "response": f"print({n})", "test_cases": cases} for n in (1, 2)]
+    rows.append({"prompt": "Write g, which nobody solved", "tests": ["assert g()"]})
+    rows.append({"prompt": "Add the two", "response": "print(1)", "test_cases": [{"input": [1, 2], "output": 3}]})
     checked = check(*rows, style=False)
     assert checked.report.ok
     await check_references(checked, Runner())
-    assert [(f.line, f.kind) for f in checked.report.errors] == [(2, "tests")]
-    assert checked.report.num_usable == 2
+    assert [(f.line, f.kind) for f in checked.report.errors] == [(2, "tests"), (4, "tests"), (6, "tests")]
+    assert checked.report.errors[2].reason.startswith("test_cases[0].input is a list; it must be the text")
+    assert checked.report.num_usable == 3
     assert checked.report.notes == [
-        "2 references were run against their own tests, 1 pass",
-        "1 rows have test_cases only, which are not run here",
+        "5 references were run against their own tests, 2 pass",
+        "1 rows have tests and no reference to run",
     ]
 
 

@@ -14,8 +14,9 @@ from polyturn.environments.builtin.gsm8k import MAX_CALLS, Gsm8k
 from polyturn.environments.contract import play_by_hand
 from polyturn.errors import DataError, EnvironmentSetupError
 from polyturn.loop.tasks import tasks_from_file
-from polyturn.rendering.tool_calls import format_tool_call, parse_tool_calls
+from polyturn.rendering.tool_calls import CALL_FORMATS, call_format
 
+HERMES = call_format("hermes")
 ROWS = Path(__file__).parents[2] / "data" / "gsm8k_50.jsonl"
 CLIPS = {
     "question": " Natalia sold 48 clips in April and half as many in May. How many altogether? ",
@@ -24,7 +25,7 @@ CLIPS = {
 
 
 def call(expression: str, name: str = "calculator") -> str:
-    return format_tool_call(name, {"expression": expression})
+    return HERMES.write(name, {"expression": expression})
 
 
 def task(environment: Gsm8k, **changes):
@@ -56,9 +57,32 @@ def test_a_row_becomes_a_task():
 
 def test_the_instructions_show_a_call_that_works():
     (system, _) = task(Gsm8k(tool="calculator")).messages
-    (shown,) = parse_tool_calls(system.content).calls
+    (shown,) = HERMES.parse(system.content).calls
     assert shown.name == "calculator"
     assert task(Gsm8k(tool="calculator", instructions=False)).messages[0].role == "user"
+
+
+def test_the_instructions_have_not_changed():
+    """Recorded rollouts start with them."""
+    (system, _) = task(Gsm8k(tool="calculator")).messages
+    assert system.content == (
+        "Solve the problem step by step. You have a calculator. To use it, reply with a call like\n"
+        '<tool_call>{"name": "calculator", "arguments": {"expression": "3 * (4 + 5)"}}</tool_call>\n'
+        "and wait for its result. It knows + - * / // % ** and brackets. When you know the answer, don't call. "
+        "End with the answer alone on the last line, as #### NUMBER."
+    )
+
+
+@pytest.mark.parametrize("tool_format", CALL_FORMATS)
+async def test_every_format_of_calls(tool_format):
+    environment = Gsm8k(tool="calculator", tool_format=tool_format, examples=1)
+    made = task(environment)
+    shown = environment.calls.parse(made.messages[0].content).calls
+    assert [call.arguments for call in shown] == [{"expression": "3 * (4 + 5)"}]
+    assert environment.calls.parse(made.messages[2].content).calls[0].name == "calculator"
+    played = await play_by_hand(environment, made, environment.gold(made))
+    assert (played.done, played.outcome) == (True, {"answer": 1.0})
+    assert [message.content for message in played.transcript if message.role == "tool"][-1] == "48/2 = 24"
 
 
 @pytest.mark.parametrize("tool", ["none", "calculator"])
@@ -137,6 +161,7 @@ def test_without_rows_there_are_no_tasks():
     ("arguments", "said"),
     [
         ({"tool": "calculater"}, "did you mean calculator?"),
+        ({"tool_format": "hermis"}, "environment.args.tool_format='hermis' is no format of calls; did you mean hermes?"),
         ({"format_reward": 1.0}, "must be less than the 1 of a right answer"),
         ({"format_reward": -0.1}, "use 0 to 0.9"),
         ({"turn_reward": -1.0, "tool": "calculator"}, "is no reward"),
@@ -240,8 +265,8 @@ async def test_calls_come_before_an_answer_in_the_same_reply():
         (call("2 clips"), "2 clips: error: 'c' is not allowed", "calculator_error"),
         (call("1" * 300), "1111111111111111111111111111111111111111...: error: the expression is longer", "calculator_error"),
         (call("1+1", name="python"), "error: there is no tool 'python'; the tool is calculator", "malformed"),
-        (format_tool_call("calculator", {"expr": "1"}), "error: calculator needs the argument expression", "malformed"),
-        (format_tool_call("calculator", {"expression": 5}), "error: calculator needs the argument expression", "malformed"),
+        (HERMES.write("calculator", {"expr": "1"}), "error: calculator needs the argument expression", "malformed"),
+        (HERMES.write("calculator", {"expression": 5}), "error: calculator needs the argument expression", "malformed"),
         ("<tool_call>{</tool_call>", "error: the call is not valid JSON", "malformed"),
         ("I think it is 72", "error: neither a call of the calculator nor an answer", "malformed"),
         ("", "error: neither a call of the calculator nor an answer", "malformed"),

@@ -91,7 +91,11 @@ def test_an_authors_class_by_dotted_path():
     ("environment_id", "arguments", "said"),
     [
         ("lokup", {}, "environment.id='lokup' is unknown; did you mean lookup?, or give package.module:Class"),
-        ("poker", {}, "environment.id='poker' is unknown; valid: chat, gsm8k, lookup, or give package.module:Class"),
+        (
+            "poker",
+            {},
+            "environment.id='poker' is unknown; valid: chat, gsm8k, lookup, python_code, search_qa, tools, user_sim, or give package.module:Class",
+        ),
         ("lookup", {"levle": "maze"}, "environment.args.levle is no argument of lookup; did you mean level?"),
         ("lookup", {"level": "mace"}, "environment.args.level='mace' is no level of lookup; did you mean maze?"),
         ("lookup", {"self": 1}, "environment.args.self is no argument of lookup; "),

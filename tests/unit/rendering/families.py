@@ -119,8 +119,9 @@ def family(name):
     return Family(name, TOKENIZERS[name](), template, exact=exact, text=text)
 
 
-def _llama3():
+def _llama3(*more):
     tokens = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>"]
+    tokens += more
     backend = byte_level(special(*tokens))
     # Llama 3 cuts words with an expression of its own, which joins line breaks to what stands before them.
     words = Regex(r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+")
@@ -128,6 +129,12 @@ def _llama3():
         [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     return loaded(backend, "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", bos="<|begin_of_text|>", eos="<|eot_id|>")
+
+
+def _mistral(*more):
+    backend = pieces(style="first")
+    backend.add_special_tokens(special(*more))
+    return loaded(backend, bos="<s>", eos="</s>")
 
 
 def _phi():
@@ -161,7 +168,7 @@ TOKENIZERS = {
     "chatml": lambda: loaded(byte_level(special("<|endoftext|>", "<|im_start|>", "<|im_end|>")), eos="<|im_end|>"),
     "qwen": _qwen,
     "llama3": _llama3,
-    "mistral": lambda: loaded(pieces(style="first"), bos="<s>", eos="</s>"),
+    "mistral": _mistral,
     "llama2": lambda: loaded(pieces(style="always"), bos="<s>", eos="</s>"),
     "gemma": _gemma,
     "phi": _phi,
@@ -170,3 +177,11 @@ TOKENIZERS = {
     "words": lambda: loaded(word_level_tokenizer(WORDS, WORD_PATTERN), eos="<|end|>"),
 }
 FAMILIES = tuple(TOKENIZERS)
+
+MISTRAL_TOKENS = ["[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
+MISTRAL_TOKENS += ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"]
+TOKENIZERS |= {
+    "llama3_tools": lambda: _llama3("<|python_tag|>"),
+    "mistral_tools": lambda: _mistral(*MISTRAL_TOKENS),
+}
+"""The same with the tokens and templates of models that were trained to call tools, beyond FAMILIES."""

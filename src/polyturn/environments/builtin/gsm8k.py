@@ -29,7 +29,7 @@ from polyturn.environments.rewards.plain import plain
 from polyturn.environments.tools.calculator import MAX_LENGTH, CalculatorError, calculate
 from polyturn.errors import DataError, EnvironmentSetupError, nearest
 from polyturn.processes.threads import in_thread
-from polyturn.rendering.tool_calls import MalformedCall, ToolCall, format_tool_call, parse_tool_calls
+from polyturn.rendering.tool_calls import CALL_FORMATS, MalformedCall, ToolCall, ToolSpec, call_format
 from polyturn.types import Message, Split, Task, TaskSource
 
 _log = logging.getLogger(__name__)
@@ -46,11 +46,17 @@ INSTRUCTIONS: Mapping[Tool, str] = {
     "none": f"Solve the problem step by step. {_ANSWER_FORMAT}",
     "calculator": (
         "Solve the problem step by step. You have a calculator. To use it, reply with a call like\n"
-        f"{format_tool_call('calculator', {'expression': '3 * (4 + 5)'})}\n"
+        "CALL\n"
         "and wait for its result. It knows + - * / // % ** and brackets. When you know the answer, don't call. "
         f"{_ANSWER_FORMAT}"
     ),
 }
+"""CALL stands for an example in the format of the calls."""
+CALCULATOR = ToolSpec(
+    name="calculator",
+    description="Computes an expression of + - * / // % ** and brackets.",
+    parameters={"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+)
 EXAMPLES: tuple[tuple[str, str, str], ...] = (
     (
         "A baker fills 6 trays with 12 rolls each and sells 50 rolls. How many rolls are left?",
@@ -101,6 +107,7 @@ class Gsm8k(Environment):
         accept_unmarked: bool = False,
         examples: int = 0,
         instructions: bool = True,
+        tool_format: str = "hermes",
     ) -> None:
         if tool not in get_args(Tool):
             raise EnvironmentSetupError(
@@ -120,7 +127,12 @@ class Gsm8k(Environment):
             raise EnvironmentSetupError(
                 f"environment.args.examples={examples} is out of range; use 0 to {len(EXAMPLES)} worked examples"
             )
+        if tool_format not in CALL_FORMATS:
+            raise EnvironmentSetupError(
+                f"environment.args.tool_format={tool_format!r} is no format of calls; {nearest(str(tool_format), CALL_FORMATS)}"
+            )
         self.tool: Tool = tool
+        self.calls = call_format(tool_format, [CALCULATOR])
         self.turn_reward = turn_reward
         self.format_reward = format_reward
         self.accept_unmarked = accept_unmarked
@@ -156,7 +168,7 @@ class Gsm8k(Environment):
             raise DataError(f"field 'answer': {shown}; its last line must be {MARK} NUMBER")
         if _AMBIGUOUS.search(final) and "," in final and number == read_number(final.replace(",", ".")):
             _log.warning("%s: %r could mean two numbers; its comma is read as a decimal comma", task_id, final)
-        system = [Message(role="system", content=INSTRUCTIONS[self.tool])] if self.instructions else []
+        system = [Message(role="system", content=self._instructions())] if self.instructions else []
         question = Message(role="user", content=row["question"].strip())
         return Task(
             id=task_id,
@@ -166,13 +178,16 @@ class Gsm8k(Environment):
             info={"steps": steps.strip()},
         )
 
+    def _instructions(self) -> str:
+        return INSTRUCTIONS[self.tool].replace("CALL", self.calls.write("calculator", {"expression": "3 * (4 + 5)"}))
+
     def _shown_examples(self) -> list[Message]:
         """Worked examples as earlier turns of the conversation."""
         messages = []
         for question, expression, solution in EXAMPLES[: self.examples]:
             messages.append(Message(role="user", content=question))
             if self.tool == "calculator":
-                call = format_tool_call("calculator", {"expression": expression})
+                call = self.calls.write("calculator", {"expression": expression})
                 messages.append(Message(role="assistant", content=call))
                 messages.append(Message(role="tool", content=f"{expression} = {calculate(expression)}"))
             messages.append(Message(role="assistant", content=solution))
@@ -190,7 +205,7 @@ class Gsm8k(Environment):
         """Run the calls of a reply, or take its answer. A malformed call gets an error and counts; it ends nothing."""
         key = state.key()
         if self.tool == "calculator":
-            calls = parse_tool_calls(reply.text, truncated=reply.truncated).calls
+            calls = self.calls.parse(reply.text, truncated=reply.truncated).calls
             if calls:
                 return self._run(state, calls, key)
         state.given, state.marked = self._answer(reply)
@@ -259,7 +274,7 @@ class Gsm8k(Environment):
         sums = [expression for expression, result in _ANNOTATION.findall(steps) if _computes(expression, result)]
         if self.tool == "none" or not sums:
             return [solution]
-        return [format_tool_call("calculator", {"expression": sums[choice % len(sums)].strip()}), solution]
+        return [self.calls.write("calculator", {"expression": sums[choice % len(sums)].strip()}), solution]
 
 
 def _expression(call: ToolCall | MalformedCall) -> str | MalformedCall:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from polyturn.environments.rewards.view import TrajectoryView
 from polyturn.errors import DataError, EnvironmentSetupError
-from polyturn.programs import CodeRunner, program_in, syntax_problem
+from polyturn.programs import CodeRunner, OutputCase, entry_points, program_in, row_tests, syntax_problem
 from polyturn.types import Task
 
 
@@ -31,7 +32,7 @@ class CodeRuns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestsPassed:
-    """The share of the task's tests that the program passes, to the `power`.
+    """The share of the task's tests (`tests` and `test_cases` of its row) that the program passes, to the `power`.
 
     Power 1 pays every test alike; a higher one pays little for half a solution; with `all_or_nothing` only a program that
     passes every test is paid.
@@ -49,13 +50,21 @@ class TestsPassed:
 
     async def __call__(self, view: TrajectoryView, task: Task) -> float:
         """Raises DataError for a task without tests."""
-        tests = task.info.get("tests")
-        if not isinstance(tests, Sequence) or isinstance(tests, str) or not tests:
-            raise DataError(f"task {task.id} has no tests, and the reward tests_passed runs them")
+        statements, tests = _tests_of(task)
         code = program_in(view.spoken).code
         if not code or syntax_problem(code) is not None:
             return 0.0
-        verdict = await self.runner.run_tests(code, [str(test) for test in tests])
+        # The reference says what is the program's to define: a helper that the tests forgot must not be the model's choice.
+        names = None if task.answer is None else entry_points(program_in(task.answer).code, statements)
+        verdict = await self.runner.run_tests(code, tests, names)
         if self.all_or_nothing:
             return float(verdict.all_passed)
         return float(verdict.share**self.power)
+
+
+def _tests_of(task: Task) -> tuple[list[str], list[str | OutputCase]]:
+    """The statements among a task's tests, and all of them. Raises DataError for a task without any."""
+    given: list[Any] = [task.info.get(key) or () for key in ("tests", "test_cases")]
+    if not any(given) or any(isinstance(value, str) or not isinstance(value, Sequence) for value in given):
+        raise DataError(f"task {task.id} has no tests, and the reward tests_passed runs them")
+    return [str(test) for test in given[0]], row_tests(*given)

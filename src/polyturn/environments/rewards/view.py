@@ -61,7 +61,7 @@ class TrajectoryView:
     @property
     def spoken(self) -> str:
         """The last reply without the thoughts before it (`<think>...</think>`)."""
-        return _THOUGHT_END.split(self.text)[-1]
+        return without_thoughts(self.text)
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
@@ -71,3 +71,8 @@ class TrajectoryView:
             said.append(Message(role="assistant", content=turn.text))
             said.extend(turn.reply)
         return tuple(said)
+
+
+def without_thoughts(text: str) -> str:
+    """What stands behind the last end of thoughts, `</think>`."""
+    return _THOUGHT_END.split(text)[-1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from polyturn.environments.tools.calls import read_call
-from polyturn.rendering.tool_calls import MalformedCall, ToolCall, ToolSpec, format_tool_call, parse_tool_calls
+from polyturn.rendering.tool_calls import MalformedCall, ToolCall, ToolSpec, call_format
 
 ToolFormat = Literal["xml", "hermes", "llama3", "mistral"]
 
@@ -51,7 +51,7 @@ def read_moves(reply: str, form: ToolFormat, *, truncated: bool = False) -> Move
     spoken = _THOUGHT.sub("", _THOUGHT_END.split(reply)[-1])
     if form == "xml":
         return _tags(spoken, truncated)
-    parsed = parse_tool_calls(spoken, truncated=truncated)
+    parsed = call_format(form).parse(spoken, truncated=truncated)
     queries = [_query(call) for call in parsed.calls]
     said = _tags(parsed.text, truncated)
     problem = next((query.problem for query in queries if isinstance(query, MalformedCall)), said.problem)
@@ -66,7 +66,7 @@ def write_search(query: str, form: ToolFormat) -> str:
     if form == "xml":
         return f"<search>{query}</search>"
     arguments: Mapping[str, str] = {"query": query}
-    return format_tool_call("search", arguments)
+    return call_format(form).write("search", arguments)
 
 
 def write_answer(answer: str) -> str:

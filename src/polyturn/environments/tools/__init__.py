@@ -1,1 +1,5 @@
-"""Tools that environments give to models, each with limits of its own. Nothing here knows tasks or trajectories."""
+"""Tools that models call: the calculator, and those that people bring as functions or behind an MCP server."""
+
+from polyturn.environments.tools.toolbox import ToolError
+
+__all__ = ["ToolError"]

@@ -1,4 +1,4 @@
-"""Tool calls in replies: what is found, what is tolerated, and what is said about the rest."""
+"""`hermes`: what is found, what is tolerated, and what is said about the rest."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyturn.rendering.tool_calls import CLOSE, OPEN, MalformedCall, ToolCall, format_tool_call, parse_tool_calls
+from polyturn.rendering.tool_calls import MalformedCall, ToolCall, call_format
+from polyturn.rendering.tool_calls.hermes import CLOSE, OPEN
 
+HERMES = call_format("hermes")
 LOOK = ToolCall(name="look", arguments={"at": "x"})
 BODY = '{"name": "look", "arguments": {"at": "x"}}'
 
 
 def calls(reply: str, **options: bool):
-    return parse_tool_calls(reply, **options).calls
+    return HERMES.parse(reply, **options).calls
 
 
 def problem(reply: str, **options: bool) -> str:
@@ -42,20 +44,20 @@ def test_forms_that_mean_the_same(reply):
 
 
 def test_text_and_several_calls():
-    found = parse_tool_calls(f"First {OPEN}{BODY}{CLOSE} then {OPEN}[]{CLOSE}{OPEN}{BODY}{CLOSE} done")
+    found = HERMES.parse(f"First {OPEN}{BODY}{CLOSE} then {OPEN}[]{CLOSE}{OPEN}{BODY}{CLOSE} done")
     assert found.text == "First  then  done"
     assert found.calls == (LOOK, MalformedCall(problem="the call is a JSON array, not an object with name and arguments"), LOOK)
 
 
 def test_no_call():
-    assert parse_tool_calls("just text </tool_call>") == parse_tool_calls("just text </tool_call>", truncated=True)
-    assert parse_tool_calls("just text </tool_call>").text == "just text </tool_call>"
+    assert HERMES.parse("just text </tool_call>") == HERMES.parse("just text </tool_call>", truncated=True)
+    assert HERMES.parse("just text </tool_call>").text == "just text </tool_call>"
     assert calls("") == ()
 
 
 def test_tags_inside_of_a_string_end_nothing():
     inside = f"a {CLOSE} b {OPEN} c"
-    reply = format_tool_call("say", {"text": inside})
+    reply = HERMES.write("say", {"text": inside})
     assert calls(f"{reply} {reply}") == (ToolCall(name="say", arguments={"text": inside}),) * 2
 
 
@@ -89,10 +91,10 @@ def test_what_is_wrong_is_said(body, said):
 
 
 def test_after_a_malformed_call_the_text_goes_on():
-    found = parse_tool_calls(f"{OPEN}{{{CLOSE}between{OPEN}{BODY}{CLOSE}")
+    found = HERMES.parse(f"{OPEN}{{{CLOSE}between{OPEN}{BODY}{CLOSE}")
     assert found.text == "between"
     assert found.calls[1] == LOOK
-    unclosed = parse_tool_calls(f"{OPEN}oops {OPEN}{BODY}{CLOSE}")
+    unclosed = HERMES.parse(f"{OPEN}oops {OPEN}{BODY}{CLOSE}")
     assert unclosed.calls[1] == LOOK
 
 
@@ -115,8 +117,8 @@ texts = st.text().filter(lambda text: OPEN not in text and "<" not in text)
 
 @given(st.lists(st.tuples(texts, st.text(min_size=1), arguments), max_size=3), texts, st.booleans())
 def test_what_is_formatted_is_parsed_whatever_stands_around_it(pieces, end, truncated):
-    reply = "".join(text + format_tool_call(name, given_) for text, name, given_ in pieces) + end
-    found = parse_tool_calls(reply, truncated=truncated)
+    reply = "".join(text + HERMES.write(name, given_) for text, name, given_ in pieces) + end
+    found = HERMES.parse(reply, truncated=truncated)
     assert found.calls == tuple(ToolCall(name=name, arguments=given_) for _, name, given_ in pieces)
     assert found.text == "".join(text for text, _, _ in pieces) + end
 
@@ -126,7 +128,7 @@ def test_what_is_formatted_is_parsed_whatever_stands_around_it(pieces, end, trun
 )
 def test_no_reply_is_too_strange(pieces, truncated):
     reply = "".join(pieces)
-    found = parse_tool_calls(reply, truncated=truncated)
+    found = HERMES.parse(reply, truncated=truncated)
     assert len(found.calls) <= reply.count(OPEN)
     assert bool(found.calls) == (OPEN in reply)
     assert len(found.text) <= len(reply)
@@ -134,5 +136,5 @@ def test_no_reply_is_too_strange(pieces, truncated):
 
 @given(arguments)
 def test_the_format_is_json_between_tags(given_):
-    text = format_tool_call("look", given_)
+    text = HERMES.write("look", given_)
     assert json.loads(text.removeprefix(OPEN).removesuffix(CLOSE)) == {"name": "look", "arguments": given_}
