@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,12 @@ import pytest
 from parts.models import save_model_folder
 from polyturn.cli.main import main
 from polyturn.environments.builtin.lookup import Lookup
+from polyturn.environments.builtin.search_qa import SearchQa
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*/README.md")])
-REAL = "recipes/gsm8k-smollm2-cpu"
-"""Its commands need the real model and minutes; test_gsm8k_real.py runs them."""
+REAL = ("recipes/gsm8k-smollm2-cpu/", "recipes/search-qa/")
+"""Their commands need the real model and minutes; test_gsm8k_real.py and test_search_real.py run them."""
 QUICK = {
     "train": ["run.steps=1", "rollout.groups_per_step=2", "rollout.group_size=2", "evaluation.episodes=2"],
     "eval": ["evaluation.episodes=2"],
@@ -27,10 +30,16 @@ PLACEHOLDER = re.compile(r"RECIPE|FILE|\bPATH\b|\bID\b|\bDIR\b|\bN\b|\[|\.\.\.")
 
 
 @pytest.fixture(scope="module")
-def untrained_tiny(tmp_path_factory) -> Path:
-    """A random model that speaks the words of `lookup`."""
-    vocabulary = Lookup(instructions=False).vocabulary()
-    return save_model_folder(tmp_path_factory.mktemp("tiny"), vocabulary.words, vocabulary.pattern)
+def untrained_tiny(tmp_path_factory) -> Callable[[str], Path]:
+    """The folder of a random model that speaks the words of a command's recipe: made-up facts, or `lookup`."""
+
+    @cache
+    def made(searches: bool) -> Path:
+        environment = SearchQa(corpus="builtin:facts", instructions=False) if searches else Lookup(instructions=False)
+        vocabulary = environment.vocabulary()
+        return save_model_folder(tmp_path_factory.mktemp("tiny"), vocabulary.words, vocabulary.pattern)
+
+    return lambda command: made("search-qa-tiny" in command)
 
 
 def commands() -> list[str]:
@@ -63,19 +72,21 @@ def test_there_are_commands_of_every_verb():
 
 
 @pytest.mark.parametrize(
-    "command", [command for command in commands() if command.startswith("polyturn ") and REAL not in command]
+    "command",
+    [command for command in commands() if command.startswith("polyturn ") and not any(recipe in command for recipe in REAL)],
 )
-def test_polyturn_commands_run(command: str, untrained_tiny: Path, tmp_path: Path, monkeypatch, capsys):
+def test_polyturn_commands_run(command: str, untrained_tiny: Callable[[str], Path], tmp_path: Path, monkeypatch, capsys):
     words = shlex.split(command)[1:]
     monkeypatch.chdir(tmp_path)
     for folder in ("recipes", "tests"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     if words[0] in QUICK:
+        model = untrained_tiny(command)
         exported = tmp_path / "runs" / "quickstart" / "export"
         exported.parent.mkdir(parents=True)
-        exported.symlink_to(untrained_tiny)
+        exported.symlink_to(model)
         if "--steps" in words:
             words[words.index("--steps") + 1] = "1"
-        words += [f"model.path={untrained_tiny}", *QUICK[words[0]]]
+        words += [f"model.path={model}", *QUICK[words[0]]]
     assert main(words) == 0
     assert "error" not in capsys.readouterr().err

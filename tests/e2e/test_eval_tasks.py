@@ -37,7 +37,7 @@ def test_another_file_and_every_trajectory_of_it(bench, tmp_path):
     assert episodes(ended) == 3
     said = read_jsonl(out)
     assert [row["task"]["id"].rsplit(":", 1)[1] for row in said] == ["1", "2", "3", "1", "1", "2", "2", "3", "3"]
-    assert all(row["outcome"].keys() == {"exact"} for row in said)
+    assert all(row["outcome"].keys() == {"answer"} for row in said)
 
 
 def test_a_file_and_a_split_are_two_answers_to_one_question(bench):

@@ -83,6 +83,13 @@ def test_what_is_written_is_read(form, text):
         assert read_moves(write_answer(text), form).answer == text
 
 
+@pytest.mark.parametrize("piece", ["x", "<search>", "</search>", "<search>x", "<think>", "</think", "<", "</", "<tool_call>"])
+def test_a_long_reply_takes_time_in_proportion(piece):
+    for form in ("xml", "hermes"):
+        found = read_moves(piece * (300_000 // len(piece)), form)
+        assert (found.searches, found.answer) == ((), None)
+
+
 # ── native calls ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

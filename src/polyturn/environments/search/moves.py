@@ -28,7 +28,7 @@ _WHOLE = re.compile(rf"<({_TAGS})>((?:(?!</?(?:{_TAGS})>).)*)</\1>", re.DOTALL)
 _PIECE = re.compile(rf"</?(?:{_TAGS})>")
 _CUT_PIECE = re.compile(r"</?[a-z]*\Z")
 _THOUGHT = re.compile(r"<think(?:ing)?>.*?(?:</think(?:ing)?>|\Z)", re.DOTALL | re.IGNORECASE)
-_THOUGHT_END = re.compile(r".*</think(?:ing)?>", re.DOTALL | re.IGNORECASE)
+_THOUGHT_END = re.compile(r"</think(?:ing)?>", re.IGNORECASE)
 _LOOKS_LIKE_A_TAG = re.compile(r"<(?=[A-Za-z/|_!\[])")
 _SPACE = re.compile(r"\s+")
 
@@ -48,7 +48,7 @@ def read_moves(reply: str, form: ToolFormat, *, truncated: bool = False) -> Move
     >>> read_moves("I should look. <search>highest hill</search>", "xml")
     Moves(searches=('highest hill',), answer=None, problem=None)
     """
-    spoken = _THOUGHT.sub("", _THOUGHT_END.sub("", reply))
+    spoken = _THOUGHT.sub("", _THOUGHT_END.split(reply)[-1])
     if form == "xml":
         return _tags(spoken, truncated)
     parsed = call_format(form).parse(spoken, truncated=truncated)
