@@ -342,7 +342,8 @@ def instructions(form: ToolFormat, announce: Announce, max_searches: int) -> str
     if form == "xml":
         return (
             f"Answer the question. You can search an encyclopedia, {times}: reply with "
-            f"{write_search('words to look for', form)} and nothing else, and the results come back between <information> and </information>. {answer}"
+            f"{write_search('words to look for', form)} and nothing else, and the results come back between <information> and "
+            f"</information>. {answer}"
         )
     text = f"Answer the question. You can search an encyclopedia, {times}, with the tool search. {answer}"
     return text if announce == "template" else f"{text}\n\n{call_format(form).instructions([SEARCH])}"
