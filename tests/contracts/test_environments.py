@@ -18,14 +18,17 @@ from polyturn.environments.base import Environment, StepResult, TaskList
 from polyturn.environments.builtin.chat import Chat
 from polyturn.environments.builtin.gsm8k import Gsm8k
 from polyturn.environments.builtin.lookup import Lookup
+from polyturn.environments.builtin.python_code import PythonCode
 from polyturn.environments.builtin.search_qa import SearchQa
 from polyturn.environments.builtin.tools import Tools
 from polyturn.environments.builtin.user_sim import UserSim
+from polyturn.environments.code import generated
 from polyturn.environments.contract import ContractReport, check_contract, play_by_hand, show
 from polyturn.environments.registry import BUILTIN, environment_class
 from polyturn.environments.starter import Starter
 from polyturn.errors import EnvironmentSetupError
 from polyturn.loop.tasks import tasks_from_file
+from polyturn.sandbox.local import LocalSandbox
 from polyturn.types import Message, Task
 from semantics.scenes import FOREVER
 
@@ -155,7 +158,26 @@ def searches():
     yield SearchQa(corpus="builtin:facts", tool_format="hermes", announce="template", examples=2)
 
 
-GOOD = [*lookups(), *searches(), Twice(), Endless(), Blocking(), chat(), *tools(), dialogue(), Starter()]
+def python_code(**arguments):
+    """`python_code` with a sandbox that starts and stops with it."""
+    sandbox = LocalSandbox()
+    environment = PythonCode(sandbox=sandbox, **arguments)
+    environment.start, environment.stop = sandbox.start, sandbox.stop
+    return environment
+
+
+GOOD = [
+    *lookups(),
+    *searches(),
+    Twice(),
+    Endless(),
+    Blocking(),
+    chat(),
+    *tools(),
+    dialogue(),
+    Starter(),
+    python_code(tasks=generated.NAME, public_tests=2),
+]
 
 
 GOOD_FROM_ROWS = [
@@ -163,6 +185,15 @@ GOOD_FROM_ROWS = [
     Gsm8k(tool="calculator", turn_reward=0.1, format_reward=0.1, examples=2),
     Gsm8k(format_reward=0.5, accept_unmarked=True, examples=1, instructions=False),
 ]
+
+
+@pytest.mark.parametrize("name", ["humaneval_4", "mbpp_12"])
+@pytest.mark.parametrize("mode", ["single", "multi"])
+async def test_python_code_over_rows_keeps_its_contract(name, mode):
+    environment = python_code(mode=mode, wall_s=30.0)
+    report = await check_contract(environment, rows=tasks_from_file(str(GSM8K.with_name(f"{name}.jsonl")), environment))
+    assert report.failed == []
+    assert report.passed == RULES[2:]
 
 
 def test_every_builtin_environment_is_held_to_the_contract():

@@ -9,13 +9,25 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from polyturn.data.findings import Finding
 from polyturn.data.formats import BY_NAME
 from polyturn.errors import DataError
-from polyturn.programs import CodeRunner, entry_points, fenced_blocks, program_in, row_tests, syntax_problem
+from polyturn.programs import (
+    CodeRunner,
+    EntryPoints,
+    OutputCase,
+    entry_points,
+    fenced_blocks,
+    program_in,
+    row_tests,
+    syntax_problem,
+)
+from polyturn.sandbox import suites
 from polyturn.types import Row
 
 STYLE_RULES = "E4,E7,F,B"
@@ -90,29 +102,64 @@ def style_findings(rows: Iterable[tuple[int, Row]], ruff: str) -> list[Finding]:
     ]
 
 
-async def run_references(rows: Sequence[tuple[int, Row]], runner: CodeRunner) -> tuple[list[Finding], int]:
-    """Run every reference against its row's own tests: an error for each that does not pass, and how many were run."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A reference program with the tests of its row; `problem` where the row says them in a way that can't be run."""
+
+    line: int
+    code: str = ""
+    tests: Sequence[str | OutputCase] = ()
+    names: EntryPoints | None = None
+    problem: str | None = None
+
+
+def references(rows: Iterable[tuple[int, Row]], others: Iterable[tuple[int, Mapping[str, Any]]] = ()) -> list[Reference]:
+    """What is to be run of `rows`, and of rows of HumanEval and MBPP among `others`, which are in no built-in format."""
+    found = [_of_row(line, row) for line, row in rows if (row.tests or row.test_cases) and row.answer is not None]
+    for line, fields in others:
+        try:
+            if {"prompt", "entry_point", "test", "canonical_solution"} <= set(fields):
+                program, tests = suites.humaneval({"task_id": line, **fields})
+            elif {"code", "test_list"} <= set(fields):
+                program, tests = suites.mbpp({"task_id": line, "test_imports": [], **fields})
+            else:
+                continue
+        except DataError as error:
+            found.append(Reference(line=line, problem=str(error)))
+            continue
+        whole = [f"{tests.setup}\n{case}" for case in tests.cases if isinstance(case, str)]
+        names = EntryPoints(names=tests.entry_points or (), classes=tests.classes or ())
+        found.append(Reference(line=line, code=program.source, tests=whole, names=names))
+    return found
+
+
+async def run_references(chosen: Sequence[Reference], runner: CodeRunner) -> list[Finding]:
+    """Run every reference against its row's own tests: an error for each that does not pass."""
     slots = asyncio.Semaphore(_RUNS_AT_ONCE)
 
-    async def one(line: int, row: Row) -> Finding | None:
-        program = program_in(row.answer or "")
-        if not program.code:
-            return Finding(line=line, severity="error", kind="tests", reason="the reference holds no program to run")
-        try:
-            tests = row_tests(row.tests, row.test_cases)
-        except DataError as error:
-            return Finding(line=line, severity="error", kind="tests", reason=str(error))
+    async def one(reference: Reference) -> Finding | None:
+        if reference.problem is not None:
+            return Finding(line=reference.line, severity="error", kind="tests", reason=reference.problem)
         async with slots:
-            verdict = await runner.run_tests(program.code, tests, entry_points(program.code, row.tests))
+            verdict = await runner.run_tests(reference.code, reference.tests, reference.names)
         if verdict.all_passed:
             return None
-        passed = f"{sum(verdict.passed)} of {len(tests)} tests pass"
+        passed = f"{sum(verdict.passed)} of {len(reference.tests)} tests pass"
         reason = f"the reference does not pass its own tests: {passed}" + (f" ({verdict.reason})" if verdict.reason else "")
-        return Finding(line=line, severity="error", kind="tests", reason=reason)
+        return Finding(line=reference.line, severity="error", kind="tests", reason=reason)
 
-    chosen = [(line, row) for line, row in rows if (row.tests or row.test_cases) and row.answer is not None]
-    found = await asyncio.gather(*(one(line, row) for line, row in chosen))
-    return [finding for finding in found if finding is not None], len(chosen)
+    found = await asyncio.gather(*(one(reference) for reference in chosen))
+    return [finding for finding in found if finding is not None]
+
+
+def _of_row(line: int, row: Row) -> Reference:
+    code = program_in(row.answer or "").code
+    if not code:
+        return Reference(line=line, problem="the reference holds no program to run")
+    try:
+        return Reference(line=line, code=code, tests=row_tests(row.tests, row.test_cases), names=entry_points(code, row.tests))
+    except DataError as error:
+        return Reference(line=line, problem=str(error))
 
 
 def _joined(remarks: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from polyturn.data.cache import Tokenised
-from polyturn.data.code_rows import find_ruff, is_code, run_references, style_findings, syntax_findings
+from polyturn.data.code_rows import find_ruff, is_code, references, run_references, style_findings, syntax_findings
 from polyturn.data.duplicates import nearly_same, same, words
 from polyturn.data.fields import difficulty_rank
 from polyturn.data.findings import Finding, Lengths, Report
@@ -110,7 +110,10 @@ async def check_references(checked: Checked, runner: CodeRunner) -> None:
     """Run the references of code rows against their own tests, and add what fails to the report."""
     broken = {finding.line for finding in checked.report.errors}
     rows = [(line, row) for line, row in checked.rows if line not in broken]
-    findings, count = await run_references(rows, runner)
+    read = {line for line, _ in checked.rows}
+    others = [(line, fields) for line, fields in checked.loaded.rows if line not in broken | read]
+    chosen = references(rows, others)
+    findings, count = await run_references(chosen, runner), len(chosen)
     checked.report.findings += findings
     checked.report.notes.append(f"{count} references were run against their own tests, {count - len(findings)} pass")
     without = sum(bool(row.tests or row.test_cases) and row.answer is None for _, row in rows)

@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from polyturn.data.code_rows import find_ruff, is_code, run_references, style_findings, syntax_findings
+from polyturn.data.code_rows import find_ruff, is_code, references, run_references, style_findings, syntax_findings
 from polyturn.data.formats import row_in
 from polyturn.programs import Verdict
 
@@ -86,8 +86,9 @@ async def test_references_are_run_and_those_that_fail_are_errors():
     runner = Runner()
     rows = [(n, row("```python\ndef f():\n    return 1\n```")) for n in range(1, 20)]
     rows += [(20, row("def f():\n    return 2")), (21, row("The function adds.")), (22, row("Lima", tests=()))]
-    findings, count = await run_references(rows, runner)
-    assert count == 21
+    chosen = references(rows)
+    findings = await run_references(chosen, runner)
+    assert len(chosen) == 21
     assert [(finding.line, finding.severity, finding.reason) for finding in findings] == [
         (20, "error", "the reference does not pass its own tests: 0 of 1 tests pass (AssertionError in test 1)"),
         (21, "error", "the reference holds no program to run"),
@@ -98,4 +99,4 @@ async def test_references_are_run_and_those_that_fail_are_errors():
 
 async def test_a_sandbox_that_breaks_is_no_verdict():
     with pytest.raises(RuntimeError, match="the sandbox broke"):
-        await run_references([(1, row("boom = 1"))], Runner())
+        await run_references(references([(1, row("boom = 1"))]), Runner())

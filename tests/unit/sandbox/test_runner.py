@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from polyturn.data.code_rows import run_references
+from polyturn.data.code_rows import references, run_references
 from polyturn.data.load import load_formatted
 from polyturn.errors import SandboxError
 from polyturn.programs import EntryPoints, OutputCase
@@ -75,8 +75,9 @@ async def test_references_end_as_the_manifest_says(runner: SandboxRunner, name: 
     manifest = json.loads((DIRTY / "manifest.json").read_text())
     (entry,) = [entry for entry in manifest["files"] if entry["file"] == f"{name}.jsonl"]
     rows = load_formatted(str(DIRTY / f"{name}.jsonl"), None, need_answer=False)
-    findings, count = await run_references([(int(row.where.rpartition(":")[2]), row) for row in rows], runner)
-    assert count == len(entry["expected_run"])
+    chosen = references([(int(row.where.rpartition(":")[2]), row) for row in rows])
+    findings = await run_references(chosen, runner)
+    assert len(chosen) == len(entry["expected_run"])
     reasons = {finding.line: finding.reason for finding in findings}
     for expected in entry["expected_run"]:
         reason, result = reasons.get(expected["line"]), expected["result"]
@@ -88,6 +89,22 @@ async def test_references_end_as_the_manifest_says(runner: SandboxRunner, name: 
         else:
             assert reason is not None
             assert any(word.strip() in reason for word in result.split(" or ")), (expected, reason)
+
+
+@pytest.mark.parametrize("name", ["humaneval_4", "mbpp_12"])
+async def test_references_of_humaneval_and_mbpp_are_run(runner: SandboxRunner, name: str):
+    rows = [json.loads(line) for line in (DIRTY.parent / f"{name}.jsonl").read_text().splitlines()]
+    chosen = references([], enumerate(rows, 1))
+    assert len(chosen) == len(rows)
+    assert await run_references(chosen, runner) == []
+    wrong = {"canonical_solution": "    return None\n", "code": "def first_repeated_char(s):\n    return None"}
+    (finding,) = await run_references(
+        references([], [(1, {**rows[0], **{k: wrong[k] for k in wrong if k in rows[0]}})]), runner
+    )
+    assert "the reference does not pass its own tests: " in finding.reason
+    (finding,) = await run_references(references([], [(1, {"code": "def f(", "test_list": ["assert f()"]})]), runner)
+    assert "is no Python" in finding.reason
+    assert references([], [(1, {"question": "x"})]) == []
 
 
 async def test_a_sandbox_that_breaks_is_no_verdict():

@@ -31,10 +31,10 @@ from polyturn.environments.code import generated, rows
 from polyturn.environments.code.feedback import Feedback
 from polyturn.environments.code.judging import Judge
 from polyturn.environments.code.problems import Problem
-from polyturn.environments.code.replies import CodeCall, ToolFormat, call_text, calls_in, fenced, submitted
+from polyturn.environments.code.replies import TOOLS, CodeCall, call_text, calls_in, fenced, submitted
 from polyturn.errors import DataError, EnvironmentSetupError, nearest
 from polyturn.programs import program_in, syntax_problem
-from polyturn.rendering.tool_calls import MalformedCall
+from polyturn.rendering.tool_calls import CALL_FORMATS, MalformedCall, call_format
 from polyturn.sandbox.base import MIB, Limits, Sandbox
 from polyturn.types import Message, Row, Split, Task, TaskSource
 
@@ -44,7 +44,6 @@ FeedbackKind = Literal["full", "brief"]
 MAX_CALLS = 4
 """Calls of one reply that are made; the others are not."""
 SUBMIT = "This is my answer."
-_EXAMPLE = call_text("run_tests", "def f(x):\n    return x + 1", "hermes")
 
 
 @dataclass(slots=True)
@@ -77,7 +76,7 @@ class PythonCode(Environment):
         *,
         sandbox: Sandbox,
         mode: Mode = "multi",
-        tool_format: ToolFormat = "hermes",
+        tool_format: str = "hermes",
         max_attempts: int = 4,
         public_tests: int = 1,
         show_tests: int = 0,
@@ -93,7 +92,7 @@ class PythonCode(Environment):
         remember: int = 4096,
     ) -> None:
         _one_of("mode", mode, get_args(Mode))
-        _one_of("tool_format", tool_format, get_args(ToolFormat))
+        _one_of("tool_format", tool_format, CALL_FORMATS)
         _one_of("reward", reward, get_args(RewardRule))
         _one_of("feedback", feedback, get_args(FeedbackKind))
         for name, value, least in (
@@ -121,7 +120,7 @@ class PythonCode(Environment):
                 f"environment.args.tasks={tasks!r} is unknown; use {generated.NAME}, or leave it out and set data.path"
             )
         self.mode: Mode = mode
-        self.tool_format: ToolFormat = tool_format
+        self.tool_format = tool_format
         self.max_attempts = max_attempts
         self.public_tests = max(public_tests, show_tests)
         self.show_tests = show_tests
@@ -192,10 +191,7 @@ class PythonCode(Environment):
         )
         if self.tool_format == "fenced":
             return f"{base} Reply with the whole program in one block:\n```python\n...\n```\nand wait: it is tested. {end}"
-        return (
-            f"{base} You have two tools. run_tests(code) tests a whole program; run_python(code, stdin) runs one and shows "
-            f"what it prints. To use one, reply with a call like\n{_EXAMPLE}\nand wait for its result. {end}"
-        )
+        return f"{base}\n\n{call_format(self.tool_format, TOOLS).instructions(TOOLS)}\n\n{end}"
 
     # ── one trajectory ─────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -7,9 +7,9 @@
     tool:   2 of 2 pass
     model:  done
 
-The constant is added, subtracted (either way) or multiplied; two more examples are hidden. There are 720 problems, a fifth of
-which are held out. Demonstrations guess in any order and never the same twice, but give up 65 % of the time after a guess that
-failed, so that three quarters of them guess wrong first, and about 38 % end with the right program.
+The constant is added, subtracted, multiplied with, or divided by; two more examples are hidden. There are 720 problems, a fifth
+of which are held out. Demonstrations begin with any of the four and go round, but give up 65 % of the time after a guess that
+failed: three quarters of them guess wrong first, and about 38 % end with the right program.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GIVE_UP_SHARE = 0.65
 CONSTANTS = INPUTS = tuple(range(2, 8))
 HIDDEN_INPUTS = (9, 11)
 HEAD = "def f(x): return "
-FORMS = ("x + {c}", "x - {c}", "{c} - x", "x * {c}")
+FORMS = ("x + {c}", "x - {c}", "x * {c}", "x // {c}")
 NUM_PUBLIC = 2
 _HELD_OUT_OF = 5
 
@@ -46,7 +46,9 @@ def source(split: Split, seed: int, make: Callable[[CodeRow, str], Task]) -> Tas
 def demonstration(task: Task, rng: random.Random, max_attempts: int) -> list[str]:
     """Guesses until one is right or it is given up."""
     constant, replies = task.messages[-1].content.partition(":")[0], list[str]()
-    for form in rng.sample(FORMS, len(FORMS)):
+    first = rng.randrange(len(FORMS))
+    # Always round the same way: a choice that can't be told can't be copied.
+    for form in FORMS[first:] + FORMS[:first]:
         replies.append(HEAD + form.format(c=constant))
         if len(replies) == max_attempts:
             return replies
@@ -60,10 +62,10 @@ def vocabulary(num_public: int) -> Vocabulary:
     public = min(num_public, NUM_PUBLIC)
     numbers = sorted({_value(form, c, x) for form in FORMS for c in CONSTANTS for x in INPUTS} | {*CONSTANTS, *INPUTS})
     feedback = [f"{passed} of {public} pass" for passed in range(public + 1)]
-    marks = [HEAD, "x", " + ", " - ", " * ", "f(", ")=", ", ", ": ", SUBMIT, "error"]
+    marks = [HEAD, "x", " + ", " - ", " * ", " // ", "f(", ")=", ", ", ": ", SUBMIT, "error"]
     return Vocabulary(
         words=(*marks, *feedback, *map(str, numbers)),
-        pattern=r"\d of \d pass|def f\(x\): return |-?\d+| [+*-] |f\(|\)=|, |: |x|[a-z]+",
+        pattern=r"\d of \d pass|def f\(x\): return |-?\d+| (?:[+*-]|//) |f\(|\)=|, |: |x|[a-z]+",
         copied=frozenset(map(str, CONSTANTS)),
     )
 
@@ -104,4 +106,4 @@ def _row(form: str, constant: int, one: int, other: int) -> CodeRow:
 
 
 def _value(form: str, c: int, x: int) -> int:
-    return {"x + {c}": x + c, "x - {c}": x - c, "{c} - x": c - x, "x * {c}": x * c}[form]
+    return {"x + {c}": x + c, "x - {c}": x - c, "x * {c}": x * c, "x // {c}": x // c}[form]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -81,9 +82,10 @@ class Problem:
             if not self.preamble or "from __future__" in code:
                 return Source(text=code)
             return Source(text=f"{self.preamble}\n{code}", shift=self.preamble.count("\n") + 1)
-        for body in (code, textwrap.indent(code, "    ")):
+        body = code if code[:1].isspace() else textwrap.indent(code, "    ") if _returns(code) else None
+        if body is not None:
             whole = f"{self.stub.rstrip()}\n{body}"
-            if self.defined_by(whole) and syntax_problem(whole) is None:
+            if syntax_problem(whole) is None:
                 return Source(text=whole)
         return Source(text=code)
 
@@ -98,3 +100,17 @@ class Source:
 
 def _names(value: Sequence[str] | None) -> tuple[str, ...] | None:
     return None if value is None else tuple(value)
+
+
+def _returns(code: str) -> bool:
+    """Whether code has a `return` outside of any function, as the body of one has."""
+    if syntax_problem(code) is not None:
+        return False
+    ahead: list[ast.AST] = [ast.parse(code)]
+    while ahead:
+        node = ahead.pop()
+        if isinstance(node, ast.Return):
+            return True
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            ahead.extend(ast.iter_child_nodes(node))
+    return False

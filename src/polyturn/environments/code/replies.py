@@ -7,13 +7,32 @@ from typing import Literal, TypeAlias
 
 from polyturn.environments.base import Reply
 from polyturn.environments.code.problems import Problem
+from polyturn.environments.tools.calls import read_call
 from polyturn.programs import fenced_blocks, program_in
-from polyturn.rendering.tool_calls import MalformedCall, call_format
+from polyturn.rendering.tool_calls import MalformedCall, ToolCall, ToolSpec, call_format
 
-ToolFormat: TypeAlias = Literal["hermes", "fenced"]
+FENCED = "fenced"
+"""The format in which a block of code is a call of run_tests. The others are those of `rendering.tool_calls`."""
 Tool: TypeAlias = Literal["run_python", "run_tests"]
 _CUT_OFF = "the reply was cut off at its limit of tokens, so that its program is not whole; write a shorter one"
 _SENTINEL = "\n\0"
+_CODE = {"type": "string", "description": "the whole program"}
+TOOLS = (
+    ToolSpec(
+        name="run_tests",
+        description="Tests a program and shows which public tests it passes.",
+        parameters={"type": "object", "properties": {"code": _CODE}, "required": ["code"]},
+    ),
+    ToolSpec(
+        name="run_python",
+        description="Runs a program and shows what it prints.",
+        parameters={
+            "type": "object",
+            "properties": {"code": _CODE, "stdin": {"type": "string", "description": "what it reads"}},
+            "required": ["code"],
+        },
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +44,15 @@ class CodeCall:
     stdin: str = ""
 
 
-def calls_in(reply: Reply, tool_format: ToolFormat, problem: Problem) -> list[CodeCall | MalformedCall]:
+def calls_in(reply: Reply, tool_format: str, problem: Problem) -> list[CodeCall | MalformedCall]:
     """The calls of a reply. With `fenced`, a program is one: in a fence, or bare if it defines what the tests ask for."""
-    if tool_format == "hermes":
-        found = call_format(tool_format).parse(reply.text, truncated=reply.truncated).calls
-        return [call if isinstance(call, MalformedCall) else _checked(call.name, dict(call.arguments)) for call in found]
+    if tool_format != FENCED:
+        found = call_format(tool_format, TOOLS).parse(reply.text, truncated=reply.truncated).calls
+        return [_checked(read_call(call, TOOLS)) for call in found]
     program = program_in(reply.text)
     if program.dress == "empty_fence":
         return [MalformedCall(problem="the code block is empty")]
-    if program.dress == "none" or (program.dress == "bare" and not problem.defined_by(program.code)):
+    if program.dress == "none" or (program.dress == "bare" and not _is_whole(program.code, problem)):
         return []
     if reply.truncated and (program.dress == "bare" or _is_open(reply.text)):
         return [MalformedCall(problem=_CUT_OFF)]
@@ -43,20 +62,21 @@ def calls_in(reply: Reply, tool_format: ToolFormat, problem: Problem) -> list[Co
 def submitted(reply: Reply, problem: Problem, *, tested: bool) -> str | MalformedCall | None:
     """The program that a reply without calls submits; None leaves it to the program tested last.
 
-    A reply of many words may hold pieces of code. Once something was tested, only code that defines what the tests ask for
-    takes its place.
+    Words may pass for code (`Done`), and hold pieces of it. So code that does not define what the tests ask for counts only in
+    a fence, and only while nothing was tested.
     """
     program = program_in(reply.text)
-    if program.code and (not tested or problem.defined_by(program.code) or (not problem.names and program.dress == "fence")):
+    whole = _is_whole(program.code, problem)
+    if program.code and (whole or (program.dress == "fence" and not (tested and problem.names))):
         if reply.truncated and (program.dress == "bare" or _is_open(reply.text)):
             return MalformedCall(problem=_CUT_OFF)
         return program.code
     return MalformedCall(problem=_CUT_OFF) if reply.truncated else None
 
 
-def call_text(tool: Tool, code: str, tool_format: ToolFormat) -> str:
+def call_text(tool: Tool, code: str, tool_format: str) -> str:
     """A call as `calls_in` reads it."""
-    return call_format(tool_format).write(tool, {"code": code}) if tool_format == "hermes" else fenced(code)
+    return fenced(code) if tool_format == FENCED else call_format(tool_format, TOOLS).write(tool, {"code": code})
 
 
 def fenced(code: str) -> str:
@@ -71,16 +91,20 @@ def fenced(code: str) -> str:
     return f"{marks}python\n{code.rstrip()}\n{marks}"
 
 
-def _checked(name: str, arguments: dict[str, object]) -> CodeCall | MalformedCall:
-    if name not in ("run_python", "run_tests"):
-        return MalformedCall(problem=f"there is no tool {name[:40]!r}; the tools are run_python and run_tests")
-    code, stdin = arguments.get("code"), arguments.get("stdin", "")
-    if not isinstance(code, str) or not code.strip():
-        return MalformedCall(problem=f"{name} needs the argument code, the text of a program")
-    if not isinstance(stdin, str):
-        return MalformedCall(problem="the argument stdin must be a text")
-    code = program_in(code).code or code  # a fence within the argument
-    return CodeCall(tool="run_python" if name == "run_python" else "run_tests", code=code, stdin=stdin)
+def _checked(call: ToolCall | MalformedCall) -> CodeCall | MalformedCall:
+    if isinstance(call, MalformedCall):
+        return call
+    given = str(call.arguments["code"])
+    code = program_in(given).code or given  # there may be a fence within the argument
+    if not code.strip():
+        return MalformedCall(problem=f"the argument code of {call.name} is empty")
+    tool: Tool = "run_python" if call.name == "run_python" else "run_tests"
+    return CodeCall(tool=tool, code=code, stdin=str(call.arguments.get("stdin", "")))
+
+
+def _is_whole(code: str, problem: Problem) -> bool:
+    """Whether code, or what it becomes, defines what the tests ask for; False where that isn't known."""
+    return problem.defined_by(problem.program(code).text)
 
 
 def _is_open(text: str) -> bool:

@@ -122,7 +122,7 @@ def naming(question: str, reference: str, names: Sequence[str]) -> str:
     >>> naming("Write a function that adds.", "def add(a, b): return a + b", ["add"])
     'Write a function that adds.\\n\\nName and parameters: `add(a, b)`'
     """
-    unsaid = [name for name in names if not re.search(rf"\\b{re.escape(name)}\\b", question)]
+    unsaid = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", question)]
     if not unsaid:
         return question
     heads = {head.partition("(")[0].removeprefix("class "): head for head in _heads(reference)}
