@@ -471,7 +471,7 @@ async def test_demonstrations_know_the_moves_and_give_up(made):
     assert 0.33 < sum(ends) / len(ends) < 0.43, "the sum over k of 0.25 * 0.35 ** k is 0.379"
 
 
-async def test_each_wrong_form_fails_a_hidden_example(made):
+async def test_each_wrong_operator_fails_a_hidden_example(made):
     """Otherwise a guess could be right by the tests and not by the problem."""
     environment = tiny(made)
     for split in ("train", "eval"):
@@ -480,10 +480,10 @@ async def test_each_wrong_form_fails_a_hidden_example(made):
             task = source[index]
             right = str(task.answer)
             constant = task.messages[0].content.partition(":")[0]
-            for form in generated.FORMS:
-                guess = generated.HEAD + form.format(c=constant)
+            for operator in generated.OPERATORS:
+                guess = f"{generated.HEAD}x{operator}{constant}"
                 names: dict = {}
-                exec(f"def f(x): return {form.format(c=constant)}", names)
+                exec(guess, names)
                 passed = [eval(str(case).removeprefix("assert "), names) for case in task.info["cases"]]
                 assert all(passed) == (guess == right)
 
