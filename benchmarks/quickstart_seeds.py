@@ -1,6 +1,7 @@
-"""Runs the quickstart recipe with several seeds, warm start included, and records held-out success before and after.
+"""Runs a recipe with several seeds, warm start included, and records held-out success before and after.
 
 python benchmarks/quickstart_seeds.py --seeds 0 1 2 3 4 --out benchmarks/results/quickstart_seeds.json
+python benchmarks/quickstart_seeds.py --recipe code-tiny --seeds 0 1 2 --out benchmarks/results/code_tiny_seeds.json
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Any
 
 from machine import describe_machine
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "recipe.yaml"
+RECIPES = Path(__file__).parents[1] / "recipes"
 KEYS = ("eval/success", "eval/success_low", "eval/success_high", "eval_greedy/success", "eval/turns_per_trajectory")
 LIMIT_S = 1800
 
 
-def run_seed(seed: int, folder: Path, overrides: list[str]) -> dict[str, Any]:
+def run_seed(recipe: str, seed: int, folder: Path, overrides: list[str]) -> dict[str, Any]:
     """Train with `seed` in an empty cache and read the run's metrics."""
     environment = {**os.environ, "POLYTURN_CACHE": str(folder / "cache"), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [
@@ -30,14 +31,14 @@ def run_seed(seed: int, folder: Path, overrides: list[str]) -> dict[str, Any]:
         "-m",
         "polyturn",
         "train",
-        str(RECIPE),
+        str(RECIPES / recipe / "recipe.yaml"),
         f"run.seed={seed}",
         f"run.output_dir={folder}",
         *overrides,
     ]
     start = time.perf_counter()
     subprocess.run(command, check=True, env=environment, timeout=LIMIT_S)
-    rows = [json.loads(line) for line in (folder / "quickstart" / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / recipe / "metrics.jsonl").read_text().splitlines()]
     last = max(row["step"] for row in rows)
 
     def evaluation(step: int) -> dict[str, float]:
@@ -56,6 +57,7 @@ def run_seed(seed: int, folder: Path, overrides: list[str]) -> dict[str, Any]:
 def main() -> None:
     """Run all seeds and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recipe", default="quickstart", help="its folder in recipes/, which is also its run's name")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", help="settings that replace the recipe's")
@@ -63,9 +65,14 @@ def main() -> None:
     results = []
     for seed in args.seeds:
         with tempfile.TemporaryDirectory() as folder:
-            results.append(run_seed(seed, Path(folder), args.overrides))
+            results.append(run_seed(args.recipe, seed, Path(folder), args.overrides))
         print(json.dumps({key: results[-1][key] for key in ("seed", "seconds", "before", "after")}), flush=True)
-    report = {"benchmark": "quickstart_seeds", "overrides": args.overrides, **describe_machine(), "seeds": results}
+    report = {
+        "benchmark": f"{args.recipe.replace('-', '_')}_seeds",
+        "overrides": args.overrides,
+        **describe_machine(),
+        "seeds": results,
+    }
     args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -12,11 +12,12 @@ import pytest
 from parts.models import save_model_folder
 from polyturn.cli.main import main
 from polyturn.environments.builtin.lookup import Lookup
+from polyturn.environments.code import generated
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*/README.md")])
-REAL = "recipes/gsm8k-smollm2-cpu"
-"""Its commands need the real model and minutes; test_gsm8k_real.py runs them."""
+REAL = re.compile("recipes/(gsm8k-smollm2-cpu|code)/")
+"""Their commands need the real model and minutes; test_gsm8k_real.py and test_code_real.py run them."""
 QUICK = {
     "train": ["run.steps=1", "rollout.groups_per_step=2", "rollout.group_size=2", "evaluation.episodes=2"],
     "eval": ["evaluation.episodes=2"],
@@ -27,10 +28,13 @@ PLACEHOLDER = re.compile(r"RECIPE|FILE|\bPATH\b|\bID\b|\bDIR\b|\bN\b|\[|\.\.\.")
 
 
 @pytest.fixture(scope="module")
-def untrained_tiny(tmp_path_factory) -> Path:
-    """A random model that speaks the words of `lookup`."""
-    vocabulary = Lookup(instructions=False).vocabulary()
-    return save_model_folder(tmp_path_factory.mktemp("tiny"), vocabulary.words, vocabulary.pattern)
+def untrained_tiny(tmp_path_factory) -> dict[str, Path]:
+    """Random models that speak the words of `lookup`, and those of the recipe code-tiny."""
+    vocabularies = {"lookup": Lookup(instructions=False).vocabulary(), "code-tiny": generated.vocabulary(2)}
+    return {
+        name: save_model_folder(tmp_path_factory.mktemp("tiny"), vocabulary.words, vocabulary.pattern)
+        for name, vocabulary in vocabularies.items()
+    }
 
 
 def commands() -> list[str]:
@@ -63,9 +67,9 @@ def test_there_are_commands_of_every_verb():
 
 
 @pytest.mark.parametrize(
-    "command", [command for command in commands() if command.startswith("polyturn ") and REAL not in command]
+    "command", [command for command in commands() if command.startswith("polyturn ") and not REAL.search(command)]
 )
-def test_polyturn_commands_run(command: str, untrained_tiny: Path, tmp_path: Path, monkeypatch, capsys):
+def test_polyturn_commands_run(command: str, untrained_tiny: dict[str, Path], tmp_path: Path, monkeypatch, capsys):
     words = shlex.split(command)[1:]
     monkeypatch.chdir(tmp_path)
     for folder in ("recipes", "tests"):
@@ -73,9 +77,10 @@ def test_polyturn_commands_run(command: str, untrained_tiny: Path, tmp_path: Pat
     if words[0] in QUICK:
         exported = tmp_path / "runs" / "quickstart" / "export"
         exported.parent.mkdir(parents=True)
-        exported.symlink_to(untrained_tiny)
+        model = untrained_tiny["code-tiny" if "recipes/code-tiny" in command else "lookup"]
+        exported.symlink_to(model)
         if "--steps" in words:
             words[words.index("--steps") + 1] = "1"
-        words += [f"model.path={untrained_tiny}", *QUICK[words[0]]]
+        words += [f"model.path={model}", *QUICK[words[0]]]
     assert main(words) == 0
     assert "error" not in capsys.readouterr().err
