@@ -67,12 +67,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             results.append(run_seed(args.recipe, seed, Path(folder), args.overrides))
         print(json.dumps({key: results[-1][key] for key in ("seed", "seconds", "before", "after")}), flush=True)
-    report = {
-        "benchmark": f"{args.recipe.replace('-', '_')}_seeds",
-        "overrides": args.overrides,
-        **describe_machine(),
-        "seeds": results,
-    }
+    name = f"{args.recipe.replace('-', '_')}_seeds"
+    report = {"benchmark": name, "overrides": args.overrides, **describe_machine(), "seeds": results}
     args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
