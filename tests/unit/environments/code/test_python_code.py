@@ -220,6 +220,10 @@ async def test_fenced_programs_are_calls(made):
     assert "cut off" in said(result)
     (result,), _ = await played(environment, f"```python\n{RIGHT}\n```\nIt adds the two, wh", truncated=True)
     assert said(result) == "1 of 1 public tests pass.", "its program is whole"
+    (result,), _ = await played(environment, f"```python\n{RIGHT}\n```\nOr:\n```python\ndef add(a,", truncated=True)
+    assert said(result) == "1 of 1 public tests pass.", "the first block is whole"
+    (result,), _ = await played(environment, RIGHT, truncated=True)
+    assert "cut off" in said(result), "nobody knows how it goes on"
 
 
 @pytest.mark.parametrize("tool_format", CALL_FORMATS)
