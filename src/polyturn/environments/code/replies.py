@@ -81,7 +81,7 @@ def fenced(code: str) -> str:
     r"""A program in a fence, longer than any run of backticks in it.
 
     >>> fenced("x = 1")
-    '```python\\nx = 1\\n```'
+    '```python\nx = 1\n```'
     """
     marks = "```"
     while marks in code:
