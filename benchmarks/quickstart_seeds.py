@@ -1,7 +1,7 @@
-"""Runs a recipe with several seeds, warm start included, and records held-out success before and after.
+"""Runs a recipe of builtin:tiny with several seeds, warm start included, and records held-out success before and after.
 
 python benchmarks/quickstart_seeds.py --seeds 0 1 2 3 4 --out benchmarks/results/quickstart_seeds.json
-python benchmarks/quickstart_seeds.py --recipe code-tiny --seeds 0 1 2 --out benchmarks/results/code_tiny_seeds.json
+python benchmarks/quickstart_seeds.py --recipe search-qa-tiny --seeds 0 1 2 --out benchmarks/results/search_qa_tiny_seeds.json
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIMIT_S = 1800
 
 
 def run_seed(recipe: str, seed: int, folder: Path, overrides: list[str]) -> dict[str, Any]:
-    """Train with `seed` in an empty cache and read the run's metrics."""
+    """Train `recipe` with `seed` in an empty cache and read the run's metrics."""
     environment = {**os.environ, "POLYTURN_CACHE": str(folder / "cache"), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [
         sys.executable,
@@ -57,7 +57,7 @@ def run_seed(recipe: str, seed: int, folder: Path, overrides: list[str]) -> dict
 def main() -> None:
     """Run all seeds and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recipe", default="quickstart", help="its folder in recipes/, which is also its run's name")
+    parser.add_argument("--recipe", default="quickstart", help="a folder of recipes/ whose run has the same name")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", help="settings that replace the recipe's")
@@ -67,8 +67,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             results.append(run_seed(args.recipe, seed, Path(folder), args.overrides))
         print(json.dumps({key: results[-1][key] for key in ("seed", "seconds", "before", "after")}), flush=True)
-    name = f"{args.recipe.replace('-', '_')}_seeds"
-    report = {"benchmark": name, "overrides": args.overrides, **describe_machine(), "seeds": results}
+    named = {"benchmark": "quickstart_seeds", "recipe": args.recipe, "overrides": args.overrides}
+    report = {**named, **describe_machine(), "seeds": results}
     args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 

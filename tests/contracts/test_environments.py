@@ -19,6 +19,7 @@ from polyturn.environments.builtin.chat import Chat
 from polyturn.environments.builtin.gsm8k import Gsm8k
 from polyturn.environments.builtin.lookup import Lookup
 from polyturn.environments.builtin.python_code import PythonCode
+from polyturn.environments.builtin.search_qa import SearchQa
 from polyturn.environments.builtin.tools import Tools
 from polyturn.environments.builtin.user_sim import UserSim
 from polyturn.environments.code import generated
@@ -150,6 +151,13 @@ def dialogue():
     return with_rows(UserSim(score=lambda transcript, task: float(transcript[-1].content == "Goodbye")), row)
 
 
+def searches():
+    for form in ("xml", "hermes"):
+        yield SearchQa(corpus="builtin:facts", tool_format=form, turn_reward=0.1, format_reward=0.1)
+    yield SearchQa(corpus="builtin:facts", top_k=1, instructions=False)
+    yield SearchQa(corpus="builtin:facts", tool_format="hermes", announce="template", examples=2)
+
+
 def python_code(**arguments):
     """`python_code` with a sandbox that starts and stops with it."""
     sandbox = LocalSandbox()
@@ -160,6 +168,7 @@ def python_code(**arguments):
 
 GOOD = [
     *lookups(),
+    *searches(),
     Twice(),
     Endless(),
     Blocking(),
@@ -199,6 +208,18 @@ async def test_environments_that_read_rows_keep_their_contract(environment):
     assert report.passed == RULES[2:], "the other rules are about tasks that an environment makes itself"
     assert report.shown is not None
     assert len(report.shown.turn_rewards) == (1 if environment.tool == "none" else 2)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("form", ["xml", "hermes"])
+@pytest.mark.parametrize("rows", ["qa_trivia_24", "qa_trivia_held_out_8", "qa_trivia_no_support_4"])
+async def test_search_over_real_rows_keeps_its_contract(form, rows, tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYTURN_CACHE", str(tmp_path))
+    corpus = GSM8K.with_name("qa_trivia_corpus.jsonl")
+    environment = SearchQa(corpus=str(corpus), tool_format=form, turn_reward=0.1, examples=1)
+    report = await check_contract(environment, rows=tasks_from_file(str(GSM8K.with_name(f"{rows}.jsonl")), environment))
+    assert report.failed == []
+    assert report.passed == RULES[2:]
 
 
 async def test_rows_are_what_is_played_and_no_task_is_asked_for():

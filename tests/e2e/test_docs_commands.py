@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,13 @@ import pytest
 from parts.models import save_model_folder
 from polyturn.cli.main import main
 from polyturn.environments.builtin.lookup import Lookup
+from polyturn.environments.builtin.search_qa import SearchQa
 from polyturn.environments.code import generated
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*/README.md")])
-REAL = re.compile("recipes/(gsm8k-smollm2-cpu|code)/")
-"""Their commands need the real model and minutes; test_gsm8k_real.py and test_code_real.py run them."""
+REAL = ("recipes/gsm8k-smollm2-cpu/", "recipes/search-qa/", "recipes/code/")
+"""Their commands need the real model and minutes; test_gsm8k_real.py, test_search_real.py and test_code_real.py run them."""
 QUICK = {
     "train": ["run.steps=1", "rollout.groups_per_step=2", "rollout.group_size=2", "evaluation.episodes=2"],
     "eval": ["evaluation.episodes=2"],
@@ -28,13 +31,20 @@ PLACEHOLDER = re.compile(r"RECIPE|FILE|\bPATH\b|\bID\b|\bDIR\b|\bN\b|\[|\.\.\.")
 
 
 @pytest.fixture(scope="module")
-def untrained_tiny(tmp_path_factory) -> dict[str, Path]:
-    """Random models that speak the words of `lookup`, and those of the recipe code-tiny."""
-    vocabularies = {"lookup": Lookup(instructions=False).vocabulary(), "code-tiny": generated.vocabulary(2)}
-    return {
-        name: save_model_folder(tmp_path_factory.mktemp("tiny"), vocabulary.words, vocabulary.pattern)
-        for name, vocabulary in vocabularies.items()
+def untrained_tiny(tmp_path_factory) -> Callable[[str], Path]:
+    """The folder of a random model that speaks the words of a command's recipe: facts, programs, or `lookup`."""
+    vocabularies = {
+        "search-qa-tiny": SearchQa(corpus="builtin:facts", instructions=False).vocabulary,
+        "code-tiny": partial(generated.vocabulary, 2),
+        "": Lookup(instructions=False).vocabulary,
     }
+
+    @cache
+    def made(name: str) -> Path:
+        vocabulary = vocabularies[name]()
+        return save_model_folder(tmp_path_factory.mktemp("tiny"), vocabulary.words, vocabulary.pattern)
+
+    return lambda command: made(next(name for name in vocabularies if name in command))
 
 
 def commands() -> list[str]:
@@ -67,17 +77,18 @@ def test_there_are_commands_of_every_verb():
 
 
 @pytest.mark.parametrize(
-    "command", [command for command in commands() if command.startswith("polyturn ") and not REAL.search(command)]
+    "command",
+    [command for command in commands() if command.startswith("polyturn ") and not any(recipe in command for recipe in REAL)],
 )
-def test_polyturn_commands_run(command: str, untrained_tiny: dict[str, Path], tmp_path: Path, monkeypatch, capsys):
+def test_polyturn_commands_run(command: str, untrained_tiny: Callable[[str], Path], tmp_path: Path, monkeypatch, capsys):
     words = shlex.split(command)[1:]
     monkeypatch.chdir(tmp_path)
     for folder in ("recipes", "tests"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     if words[0] in QUICK:
+        model = untrained_tiny(command)
         exported = tmp_path / "runs" / "quickstart" / "export"
         exported.parent.mkdir(parents=True)
-        model = untrained_tiny["code-tiny" if "recipes/code-tiny" in command else "lookup"]
         exported.symlink_to(model)
         if "--steps" in words:
             words[words.index("--steps") + 1] = "1"

@@ -1,4 +1,4 @@
-"""`polyturn eval RECIPE.yaml --model PATH [--episodes N]`."""
+"""`polyturn eval RECIPE.yaml --model PATH [--split test | --data FILE] [--episodes N] [--out FILE]`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ def register(verbs: Any) -> None:
     parser = verbs.add_parser("eval", help="measure a model on held-out tasks", description="Play held-out tasks with a model.")
     add_recipe(parser)
     parser.add_argument("--model", metavar="PATH", help="folder or hub id; the recipe's model when left out")
-    parser.add_argument("--episodes", metavar="N", type=int, help="held-out tasks; the recipe's number when left out")
+    parser.add_argument(
+        "--split", choices=("test", "eval", "train"), help="all tasks of a split: test and eval are the held-out ones"
+    )
+    parser.add_argument("--data", metavar="FILE", help="all rows of another file in place of the recipe's")
+    parser.add_argument("--episodes", metavar="N", type=int, help="tasks; without --split or --data the recipe's number")
     parser.add_argument("--samples", metavar="K", type=int, help="attempts per task, for pass@k")
+    parser.add_argument("--out", metavar="FILE", help="record every trajectory there, a JSON object a line")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run)
 
@@ -26,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Check, load, play, print."""
     import asyncio
     import json
+    from pathlib import Path
 
     from polyturn.errors import ConfigError
     from polyturn.loop.check import check
@@ -41,7 +47,18 @@ def run(args: argparse.Namespace) -> int:
 
     quiet_libraries()
     say = (lambda _: None) if args.json else print
-    results = asyncio.run(evaluate_model(checked, model=args.model, episodes=args.episodes, samples=args.samples, say=say))
+    results = asyncio.run(
+        evaluate_model(
+            checked,
+            model=args.model,
+            episodes=args.episodes,
+            samples=args.samples,
+            say=say,
+            split=args.split,
+            data=args.data,
+            out=None if args.out is None else Path(args.out),
+        )
+    )
     if args.json:
         print(json.dumps({mode: result.metrics("eval") for mode, result in results.items()}, indent=2))
     else:

@@ -16,6 +16,7 @@ BUILTIN = {
     "gsm8k": "polyturn.environments.builtin.gsm8k:Gsm8k",
     "lookup": "polyturn.environments.builtin.lookup:Lookup",
     "python_code": "polyturn.environments.builtin.python_code:PythonCode",
+    "search_qa": "polyturn.environments.builtin.search_qa:SearchQa",
     "tools": "polyturn.environments.builtin.tools:Tools",
     "user_sim": "polyturn.environments.builtin.user_sim:UserSim",
 }

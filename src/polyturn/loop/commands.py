@@ -9,26 +9,37 @@ from pathlib import Path
 from polyturn.errors import ConfigError
 from polyturn.loop.build import build_engine, load_policy
 from polyturn.loop.check import Checked, chat_template
-from polyturn.loop.evaluate import Evaluation, evaluate, summarise
+from polyturn.loop.evaluate import Evaluation, choose_tasks, evaluate, summarise
 from polyturn.loop.openings import refuse_hidden_tools
 from polyturn.loop.step import make_groups, player_for
-from polyturn.loop.tasks import held_out_tasks, open_stream
+from polyturn.loop.tasks import open_stream
 from polyturn.loop.warmstart import Accuracy, WarmstartResult, WarmstartSettings, warmstart
 from polyturn.models.load import export_model
 from polyturn.processes.threads import in_thread_within
 from polyturn.rollouts.record import to_json, write_trajectories
-from polyturn.types import Trajectory
+from polyturn.types import Trajectory, TrajectoryGroup
 
 FIRST_STEP = "train/1"
 """Seed key of the first training step: the same tasks, the same noise."""
 
 
 async def evaluate_model(
-    checked: Checked, *, model: str | None, episodes: int | None, samples: int | None, say: Callable[[str], None]
+    checked: Checked,
+    *,
+    model: str | None,
+    episodes: int | None,
+    samples: int | None,
+    say: Callable[[str], None],
+    split: str | None = None,
+    data: str | None = None,
+    out: Path | None = None,
 ) -> dict[str, Evaluation]:
-    """Evaluate `model` (the recipe's when None) in the recipe's modes. Raises ConfigError without held-out tasks."""
+    """Evaluate `model` (the recipe's when None) in the recipe's modes, on the tasks that `choose_tasks` takes.
+
+    With `out` every trajectory is recorded there, those of the first mode first. Raises ConfigError without tasks.
+    """
     recipe, environment = checked.recipe, checked.environment
-    tasks = held_out_tasks(recipe, environment, episodes)
+    tasks = choose_tasks(recipe, environment, split=split, data=data, episodes=episodes)
     if not tasks:
         raise ConfigError(
             "there are no held-out tasks; give --episodes 1 or more, and data.eval_path when tasks come from a file"
@@ -37,6 +48,7 @@ async def evaluate_model(
         policy = await load_policy(recipe, environment, say, path=model)
         refuse_hidden_tools(environment, tasks, policy.renderer)
         engine = build_engine(recipe, policy.model)
+        played: list[TrajectoryGroup] = []
         await engine.start()
         try:
             return {
@@ -48,11 +60,15 @@ async def evaluate_model(
                     tasks,
                     mode=mode,
                     samples_per_task=samples or recipe.evaluation.samples_per_task,
+                    record=played.extend,
                 )
                 for mode in recipe.evaluation.modes
             }
         finally:
             await engine.stop()
+            if out is not None and played:
+                rows = [to_json(trajectory) for group in played for trajectory in group.trajectories]
+                await in_thread_within(recipe.trainer.step_deadline_s, f"writing {out}", write_trajectories, out, rows)
 
 
 async def rollout_model(

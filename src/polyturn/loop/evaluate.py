@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from polyturn.config.schema import Recipe
 from polyturn.engine.base import Engine
 from polyturn.environments.base import Environment
-from polyturn.errors import TooManyDroppedError
+from polyturn.errors import ConfigError, TooManyDroppedError
 from polyturn.loop.step import exceeds, player_for
+from polyturn.loop.tasks import held_out_tasks, load_tasks, tasks_from_file
 from polyturn.rendering.renderer import Renderer
 from polyturn.rollouts.driver import rollout_groups
-from polyturn.types import Task, Trajectory, TrajectoryGroup
+from polyturn.types import Task, TaskSource, Trajectory, TrajectoryGroup
 
 Z95 = 1.959964
 
@@ -66,6 +67,33 @@ class Evaluation:
         return {f"{where}/{name}": value for name, value in flat.items()}
 
 
+def choose_tasks(
+    recipe: Recipe, environment: Environment, *, split: str | None = None, data: str | None = None, episodes: int | None = None
+) -> list[Task]:
+    """The tasks to evaluate on.
+
+    With `split` all of its tasks, where it has an end; with `data` all rows of that file; with neither, the held-out tasks
+    that training evaluates on. `episodes` limits them.
+
+    Raises:
+        ConfigError: `split` and `data` together, or `data` with a mix, whose parts each have their own.
+        DataError: a file that can't be read, or bad rows in it.
+    """
+    if data is not None:
+        if split is not None or recipe.data.mix:
+            other = "--split" if split is not None else "data.mix"
+            raise ConfigError(f"--data={data} and {other} both say which tasks to take; give one")
+        source: TaskSource = tasks_from_file(data, environment, recipe.data.transform)
+    elif split is None:
+        return held_out_tasks(recipe, environment, episodes)
+    else:
+        source = load_tasks(recipe, environment, "train" if split == "train" else "eval")
+    count = (recipe.evaluation.episodes if source.size is None else source.size) if episodes is None else episodes
+    if split in ("test", "eval"):
+        return held_out_tasks(recipe, environment, count)
+    return [source[index] for index in range(count if source.size is None else min(count, source.size))]
+
+
 async def evaluate(
     recipe: Recipe,
     environment: Environment,
@@ -75,8 +103,11 @@ async def evaluate(
     *,
     mode: str,
     samples_per_task: int = 1,
+    record: Callable[[Sequence[TrajectoryGroup]], None] | None = None,
 ) -> Evaluation:
     """Play held-out `tasks`. The noise depends on task and attempt only, so that two models meet the same luck.
+
+    `record` gets what was played, before anything is made of it.
 
     Raises:
         TooManyDroppedError: more than `rollout.max_dropped_share` of the attempts were lost to faults.
@@ -90,6 +121,8 @@ async def evaluate(
         concurrency=recipe.rollout.concurrency,
         deterministic=recipe.engine.deterministic,
     )
+    if record is not None:
+        record(groups)
     return summarise(groups, mode=mode, max_dropped_share=recipe.rollout.max_dropped_share)
 
 

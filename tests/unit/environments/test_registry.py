@@ -94,8 +94,7 @@ def test_an_authors_class_by_dotted_path():
         (
             "poker",
             {},
-            "environment.id='poker' is unknown; valid: chat, gsm8k, lookup, python_code, tools, user_sim, "
-            "or give package.module:Class",
+            "environment.id='poker' is unknown; valid: chat, gsm8k, lookup, python_code, search_qa, tools, user_sim, or give ",
         ),
         ("lookup", {"levle": "maze"}, "environment.args.levle is no argument of lookup; did you mean level?"),
         ("lookup", {"level": "mace"}, "environment.args.level='mace' is no level of lookup; did you mean maze?"),

@@ -14,7 +14,7 @@ from polyturn.environments.contract import check_contract, play_by_hand
 from polyturn.environments.registry import build_environment
 from polyturn.errors import ConfigError, DataError, EnvironmentSetupError
 from polyturn.loop.tasks import tasks_from_file
-from polyturn.rendering.tool_calls import call_format
+from polyturn.rendering.tool_calls import CALL_FORMATS, call_format
 from polyturn.types import Message, Row
 
 HERE = "parts.author_tools"
@@ -188,6 +188,16 @@ def test_a_template_that_announces_the_tools():
     assert [message.role for message in task.messages] == ["user"]
     assert [spec.name for spec in environment.tool_specs(task)] == ["add"]
     assert Tools(tools=[author_tools.add]).tool_specs(task) == ()
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+async def test_calls_in_every_format(name):
+    environment = Tools(tools=[author_tools.price, author_tools.add], exact=True, tool_format=name)
+    task = environment.task_from_example(row(calls=[{"name": "price", "arguments": {"item": "lamp"}}]))
+    assert environment.calls.write("price", {"item": "lamp"}) == environment.gold(task)[0]
+    episode = await play_by_hand(environment, task, environment.gold(task))
+    assert [message.content for message in episode.transcript if message.role == "tool"] == ["24"]
+    assert (episode.done, episode.score) == (True, 1.0)
 
 
 # ── contract and files ─────────────────────────────────────────────────────────────────────────────────────────────────

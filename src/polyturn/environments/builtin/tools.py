@@ -31,7 +31,7 @@ from polyturn.environments.tools.calls import read_call
 from polyturn.environments.tools.mcp import McpServer
 from polyturn.environments.tools.toolbox import Errors, Limits, Toolbox
 from polyturn.errors import DataError, EnvironmentSetupError, nearest
-from polyturn.rendering.tool_calls import CallFormat, MalformedCall, ToolCall, ToolSpec, call_format
+from polyturn.rendering.tool_calls import CALL_FORMATS, CallFormat, MalformedCall, ToolCall, ToolSpec, call_format
 from polyturn.types import Message, Row, Split, Task, TaskSource
 
 Announce = Literal["system", "template"]
@@ -85,7 +85,8 @@ class Tools(Environment):
                 "environment tools needs environment.args.tools, a list of package.module:function, or environment.args.mcp, "
                 "a server, and takes one of the two"
             )
-        call_format(tool_format)  # an unknown name ends here; the format itself wants the tools
+        if tool_format not in CALL_FORMATS:
+            call_format(tool_format)  # raises
         self._tool_format = tool_format
         self._limits = Limits(
             call_deadline_s=call_deadline_s,
@@ -101,6 +102,8 @@ class Tools(Environment):
             raise EnvironmentSetupError("environment.args.state is for functions; the tools of an MCP server keep their own")
         self._brought: Brought = bring(tools, state, score)
         self._toolbox = None if self._mcp else self._made(self._brought.tools)
+        if self._toolbox is not None:
+            _ = self.calls  # raises for names that the format can't write
         self.exact = exact
         self.system = system
         self.answer_tag = answer_tag

@@ -75,7 +75,7 @@ class UserSim(Environment):
         max_user_turns: int = 8,
         need_answer: bool = False,
         system: str | None = None,
-        prompt: str = PROMPT,
+        prompt: str | None = None,
         stop_phrase: str = "[END]",
         temperature: float = 0.7,
         seed: int = 0,
@@ -117,7 +117,7 @@ class UserSim(Environment):
                 deadline_s=deadline_s,
             )
         )
-        self._model, self._prompt, self._stop, self._temperature = model, prompt, stop_phrase, temperature
+        self._model, self._prompt, self._stop, self._temperature = model, prompt or PROMPT, stop_phrase, temperature
         self._seed = seed
         self.max_user_turns = max_user_turns
         self.system = system
