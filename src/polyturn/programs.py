@@ -209,7 +209,7 @@ def syntax_problem(code: str) -> str | None:
             warnings.simplefilter("ignore")
             ast.parse(code)
     except SyntaxError as error:
-        return f"line {error.lineno}: {error.msg}"
+        return error.msg if error.lineno is None else f"line {error.lineno}: {error.msg}"
     except (ValueError, RecursionError, MemoryError) as error:
         return f"it can't be parsed ({type(error).__name__}: {error})"
     return None

@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -15,11 +15,12 @@ from parts.models import save_model_folder
 from polyturn.cli.main import main
 from polyturn.environments.builtin.lookup import Lookup
 from polyturn.environments.builtin.search_qa import SearchQa
+from polyturn.environments.code import generated
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*/README.md")])
-REAL = ("recipes/gsm8k-smollm2-cpu/", "recipes/search-qa/")
-"""Their commands need the real model and minutes; test_gsm8k_real.py and test_search_real.py run them."""
+REAL = ("recipes/gsm8k-smollm2-cpu/", "recipes/search-qa/", "recipes/code/")
+"""Their commands need the real model and minutes; test_gsm8k_real.py, test_search_real.py and test_code_real.py run them."""
 QUICK = {
     "train": ["run.steps=1", "rollout.groups_per_step=2", "rollout.group_size=2", "evaluation.episodes=2"],
     "eval": ["evaluation.episodes=2"],
@@ -31,15 +32,19 @@ PLACEHOLDER = re.compile(r"RECIPE|FILE|\bPATH\b|\bID\b|\bDIR\b|\bN\b|\[|\.\.\.")
 
 @pytest.fixture(scope="module")
 def untrained_tiny(tmp_path_factory) -> Callable[[str], Path]:
-    """The folder of a random model that speaks the words of a command's recipe: made-up facts, or `lookup`."""
+    """The folder of a random model that speaks the words of a command's recipe: facts, programs, or `lookup`."""
+    vocabularies = {
+        "search-qa-tiny": SearchQa(corpus="builtin:facts", instructions=False).vocabulary,
+        "code-tiny": partial(generated.vocabulary, 2),
+        "": Lookup(instructions=False).vocabulary,
+    }
 
     @cache
-    def made(searches: bool) -> Path:
-        environment = SearchQa(corpus="builtin:facts", instructions=False) if searches else Lookup(instructions=False)
-        vocabulary = environment.vocabulary()
+    def made(name: str) -> Path:
+        vocabulary = vocabularies[name]()
         return save_model_folder(tmp_path_factory.mktemp("tiny"), vocabulary.words, vocabulary.pattern)
 
-    return lambda command: made("search-qa-tiny" in command)
+    return lambda command: made(next(name for name in vocabularies if name in command))
 
 
 def commands() -> list[str]:

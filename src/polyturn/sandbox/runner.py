@@ -55,7 +55,7 @@ class SandboxRunner:
 def told(outcome: CaseOutcome, where: str) -> str:
     r"""Why a case did not pass, in one line.
 
-    >>> told(CaseOutcome(status="failed", detail="assert add(1, 2) == 3\\nAssertionError"), "test 2")
+    >>> told(CaseOutcome(status="failed", detail="assert add(1, 2) == 3\nAssertionError"), "test 2")
     'AssertionError in test 2 (assert add(1, 2) == 3)'
     """
     lines = [line.strip() for line in outcome.detail.strip().splitlines()] or [""]

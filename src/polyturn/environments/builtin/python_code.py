@@ -1,6 +1,6 @@
 r"""`python_code`: write a program that passes tests, at once or by repairing it.
 
-    user:   Write a function to add two numbers.       Name and parameters: `add(a, b)`
+    user:   Write a function to add two numbers.       The program must define `add(a, b)`.
     model:  <tool_call>{"name": "run_tests", "arguments": {"code": "def add(a, b): return a - b"}}</tool_call>
     tool:   0 of 1 public tests pass.
             test 1 failed: assert add(1, 2) == 3

@@ -82,7 +82,7 @@ class Feedback:
 def quoted(text: str, max_chars: int) -> list[str]:
     r"""A program's text line by line behind `| `; cut in the middle, with a line that says so, when it is too long.
 
-    >>> quoted("one\\ntwo", 99)
+    >>> quoted("one\ntwo", 99)
     ['| one', '| two']
     >>> quoted("a" * 10 + "b" * 10, 6)
     ['| aaa', '[14 characters left out]', '| bbb']

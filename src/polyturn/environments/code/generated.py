@@ -1,15 +1,15 @@
 """`builtin:arithmetic`: tiny programs in a closed vocabulary, for `builtin:tiny`.
 
-    user:   3: f(2)=5, f(4)=7                  a constant, and two examples, which are the public tests
+    user:   3: *  +  -  // f(2)=5, f(4)=7      a constant, what may be done with it, and two examples: the public tests
     model:  def f(x): return x * 3
     tool:   0 of 2 pass
     model:  def f(x): return x + 3
     tool:   2 of 2 pass
     model:  done
 
-The constant is added, subtracted, multiplied with, or divided by; two more examples are hidden. There are 720 problems, a fifth
-of which are held out. Demonstrations begin with any of the four and go round, but give up 65 % of the time after a guess that
-failed: three quarters of them guess wrong first, and about 38 % end with the right program.
+The constant is added, subtracted, multiplied with, or divided by, and the four are listed in any order; two more examples are
+hidden. There are 720 problems, a fifth of which are held out. Demonstrations go through the list, but give up 65 % of the time
+after a guess that failed: three quarters of them guess wrong first, and about 38 % end with the right program.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GIVE_UP_SHARE = 0.65
 CONSTANTS = INPUTS = tuple(range(2, 8))
 HIDDEN_INPUTS = (9, 11)
 HEAD = "def f(x): return "
-FORMS = ("x + {c}", "x - {c}", "x * {c}", "x // {c}")
+OPERATORS = (" + ", " - ", " * ", " // ")
 NUM_PUBLIC = 2
 _HELD_OUT_OF = 5
 
@@ -45,11 +45,12 @@ def source(split: Split, seed: int, make: Callable[[CodeRow, str], Task]) -> Tas
 
 def demonstration(task: Task, rng: random.Random, max_attempts: int) -> list[str]:
     """Guesses until one is right or it is given up."""
-    constant, replies = task.messages[-1].content.partition(":")[0], list[str]()
-    first = rng.randrange(len(FORMS))
-    # Always round the same way: a choice that can't be told can't be copied.
-    for form in FORMS[first:] + FORMS[:first]:
-        replies.append(HEAD + form.format(c=constant))
+    constant, _, rest = task.messages[-1].content.partition(":")
+    listed = rest.partition("f(")[0]
+    replies = list[str]()
+    # In the order of the list: a choice that can't be told can't be copied.
+    for operator in sorted(OPERATORS, key=listed.index):
+        replies.append(f"{HEAD}x{operator}{constant}")
         if len(replies) == max_attempts:
             return replies
         if replies[-1] == task.answer or rng.random() < GIVE_UP_SHARE:
@@ -58,15 +59,17 @@ def demonstration(task: Task, rng: random.Random, max_attempts: int) -> list[str
 
 
 def vocabulary(num_public: int) -> Vocabulary:
-    """Words of problems, programs and brief feedback on `num_public` tests; the constant is what must be copied."""
+    """Words of problems, programs and brief feedback on `num_public` tests."""
     public = min(num_public, NUM_PUBLIC)
-    numbers = sorted({_value(form, c, x) for form in FORMS for c in CONSTANTS for x in INPUTS} | {*CONSTANTS, *INPUTS})
+    numbers = sorted(
+        {_value(operator, c, x) for operator in OPERATORS for c in CONSTANTS for x in INPUTS} | {*CONSTANTS, *INPUTS}
+    )
     feedback = [f"{passed} of {public} pass" for passed in range(public + 1)]
-    marks = [HEAD, "x", " + ", " - ", " * ", " // ", "f(", ")=", ", ", ": ", SUBMIT, "error"]
+    marks = [HEAD, "x", *OPERATORS, "f(", ")=", ", ", ":", SUBMIT, "error"]
     return Vocabulary(
         words=(*marks, *feedback, *map(str, numbers)),
-        pattern=r"\d of \d pass|def f\(x\): return |-?\d+| (?:[+*-]|//) |f\(|\)=|, |: |x|[a-z]+",
-        copied=frozenset(map(str, CONSTANTS)),
+        pattern=r"\d of \d pass|def f\(x\): return |-?\d+| (?:[+*-]|//) |f\(|\)=|, |:|x|[a-z]+",
+        copied=frozenset((*OPERATORS, *map(str, CONSTANTS))),
     )
 
 
@@ -87,23 +90,24 @@ class _Endless:
 
 def _all() -> list[tuple[str, int, int, int]]:
     pairs = list(permutations(INPUTS, 2))
-    return [(form, constant, one, other) for form in FORMS for constant in CONSTANTS for one, other in pairs]
+    return [(operator, constant, one, other) for operator in OPERATORS for constant in CONSTANTS for one, other in pairs]
 
 
 def _held_out(problem: tuple[str, int, int, int]) -> bool:
     return hashlib.blake2b(repr(problem).encode(), digest_size=8).digest()[0] % _HELD_OUT_OF == 0
 
 
-def _row(form: str, constant: int, one: int, other: int) -> CodeRow:
+def _row(operator: str, constant: int, one: int, other: int) -> CodeRow:
     inputs = (one, other, *HIDDEN_INPUTS)
-    cases = tuple(f"assert f({x}) == {_value(form, constant, x)}" for x in inputs)
-    shown = ", ".join(f"f({x})={_value(form, constant, x)}" for x in inputs[:NUM_PUBLIC])
+    cases = tuple(f"assert f({x}) == {_value(operator, constant, x)}" for x in inputs)
+    shown = ", ".join(f"f({x})={_value(operator, constant, x)}" for x in inputs[:NUM_PUBLIC])
+    order = random.Random(f"{operator}/{constant}/{one}/{other}").sample(OPERATORS, len(OPERATORS))
     return CodeRow(
-        messages=(Message(role="user", content=f"{constant}: {shown}"),),
-        reference=HEAD + form.format(c=constant),
+        messages=(Message(role="user", content=f"{constant}:{''.join(order)}{shown}"),),
+        reference=f"{HEAD}x{operator}{constant}",
         problem=Problem(cases=cases, most_public=NUM_PUBLIC, names=("f",), classes=()),
     )
 
 
-def _value(form: str, c: int, x: int) -> int:
-    return {"x + {c}": x + c, "x - {c}": x - c, "x * {c}": x * c, "x // {c}": x // c}[form]
+def _value(operator: str, c: int, x: int) -> int:
+    return {" + ": x + c, " - ": x - c, " * ": x * c, " // ": x // c}[operator]

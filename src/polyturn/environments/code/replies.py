@@ -49,13 +49,13 @@ def calls_in(reply: Reply, tool_format: str, problem: Problem) -> list[CodeCall 
     if tool_format != FENCED:
         found = call_format(tool_format, TOOLS).parse(reply.text, truncated=reply.truncated).calls
         return [_checked(read_call(call, TOOLS)) for call in found]
-    program = program_in(reply.text)
+    program = program_in(_closed(reply.text) if reply.truncated else reply.text)
+    if reply.truncated and program.dress != "fence":
+        return [MalformedCall(problem=_CUT_OFF)]
     if program.dress == "empty_fence":
         return [MalformedCall(problem="the code block is empty")]
     if program.dress == "none" or (program.dress == "bare" and not _is_whole(program.code, problem)):
         return []
-    if reply.truncated and (program.dress == "bare" or _is_open(reply.text)):
-        return [MalformedCall(problem=_CUT_OFF)]
     return [CodeCall(tool="run_tests", code=program.code)]
 
 
@@ -65,11 +65,9 @@ def submitted(reply: Reply, problem: Problem, *, tested: bool) -> str | Malforme
     Words may pass for code (`Done`), and hold pieces of it. So code that does not define what the tests ask for counts only in
     a fence, and only while nothing was tested.
     """
-    program = program_in(reply.text)
-    whole = _is_whole(program.code, problem)
+    program = program_in(_closed(reply.text) if reply.truncated else reply.text)
+    whole = _is_whole(program.code, problem) and not (reply.truncated and program.dress == "bare")
     if program.code and (whole or (program.dress == "fence" and not (tested and problem.names))):
-        if reply.truncated and (program.dress == "bare" or _is_open(reply.text)):
-            return MalformedCall(problem=_CUT_OFF)
         return program.code
     return MalformedCall(problem=_CUT_OFF) if reply.truncated else None
 
@@ -83,7 +81,7 @@ def fenced(code: str) -> str:
     r"""A program in a fence, longer than any run of backticks in it.
 
     >>> fenced("x = 1")
-    '```python\\nx = 1\\n```'
+    '```python\nx = 1\n```'
     """
     marks = "```"
     while marks in code:
@@ -107,7 +105,10 @@ def _is_whole(code: str, problem: Problem) -> bool:
     return problem.defined_by(problem.program(code).text)
 
 
-def _is_open(text: str) -> bool:
-    """Whether the last fence of a text is never closed."""
-    blocks = fenced_blocks(text + _SENTINEL)
-    return bool(blocks) and blocks[-1][1].endswith("\0")
+def _closed(text: str) -> str:
+    """A text without the fence that is open at its end, so that what a limit cut off is not taken for a whole program."""
+    lines = text.split("\n")
+    while lines and (blocks := fenced_blocks("\n".join(lines) + _SENTINEL)) and blocks[-1][1].endswith("\0"):
+        # The fence was opened on one of these lines, and nothing after it closed it.
+        lines = lines[: -(blocks[-1][1].count("\n") + 1)]
+    return "\n".join(lines)

@@ -120,14 +120,14 @@ def naming(question: str, reference: str, names: Sequence[str]) -> str:
     r"""The question with the names that tests will use and it doesn't say, with parameters as the reference has them.
 
     >>> naming("Write a function that adds.", "def add(a, b): return a + b", ["add"])
-    'Write a function that adds.\\n\\nName and parameters: `add(a, b)`'
+    'Write a function that adds.\n\nThe program must define `add(a, b)`.'
     """
     unsaid = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", question)]
     if not unsaid:
         return question
     heads = {head.partition("(")[0].removeprefix("class "): head for head in _heads(reference)}
     shown = ", ".join(f"`{heads.get(name, name)}`" for name in unsaid)
-    return f"{question}\n\n{'Name' if len(unsaid) == 1 else 'Names'} and parameters: {shown}"
+    return f"{question}\n\nThe program must define {shown}."
 
 
 def shown_case(case: str | OutputCase) -> str:

@@ -69,7 +69,7 @@ def test_mbpp_names_the_function_and_keeps_its_tests():
     made = rows.mbpp(MBPP[0])
     assert made.messages[0].content == (
         "Write a python function to find the first repeated character in a given string.\n\n"
-        "Name and parameters: `first_repeated_char(str1)`"
+        "The program must define `first_repeated_char(str1)`."
     )
     assert made.problem.cases == tuple(MBPP[0]["test_list"])
     assert (made.problem.names, made.problem.classes) == (("first_repeated_char",), ())
@@ -116,7 +116,7 @@ def test_humaneval_rows_that_can_not_be_used():
 def test_built_in_rows():
     made = built_in(response="```python\ndef add(a, b=1):\n    return a + b\n```", tests=["assert add(1) == 2"])
     assert made.reference == "def add(a, b=1):\n    return a + b"
-    assert made.messages[-1].content == "Write a function that adds.\n\nName and parameters: `add(a, b=1)`"
+    assert made.messages[-1].content == "Write a function that adds.\n\nThe program must define `add(a, b=1)`."
     assert made.problem.names == ("add",)
     cases = built_in(test_cases=[{"input": "1 2", "output": 3}])
     assert cases.problem.cases == (OutputCase(stdin="1 2", stdout="3"),)

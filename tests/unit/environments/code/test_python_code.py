@@ -220,6 +220,10 @@ async def test_fenced_programs_are_calls(made):
     assert "cut off" in said(result)
     (result,), _ = await played(environment, f"```python\n{RIGHT}\n```\nIt adds the two, wh", truncated=True)
     assert said(result) == "1 of 1 public tests pass.", "its program is whole"
+    (result,), _ = await played(environment, f"```python\n{RIGHT}\n```\nOr:\n```python\ndef add(a,", truncated=True)
+    assert said(result) == "1 of 1 public tests pass.", "the first block is whole"
+    (result,), _ = await played(environment, RIGHT, truncated=True)
+    assert "cut off" in said(result), "nobody knows how it goes on"
 
 
 @pytest.mark.parametrize("tool_format", CALL_FORMATS)
@@ -471,7 +475,7 @@ async def test_demonstrations_know_the_moves_and_give_up(made):
     assert 0.33 < sum(ends) / len(ends) < 0.43, "the sum over k of 0.25 * 0.35 ** k is 0.379"
 
 
-async def test_each_wrong_form_fails_a_hidden_example(made):
+async def test_each_wrong_operator_fails_a_hidden_example(made):
     """Otherwise a guess could be right by the tests and not by the problem."""
     environment = tiny(made)
     for split in ("train", "eval"):
@@ -480,10 +484,10 @@ async def test_each_wrong_form_fails_a_hidden_example(made):
             task = source[index]
             right = str(task.answer)
             constant = task.messages[0].content.partition(":")[0]
-            for form in generated.FORMS:
-                guess = generated.HEAD + form.format(c=constant)
+            for operator in generated.OPERATORS:
+                guess = f"{generated.HEAD}x{operator}{constant}"
                 names: dict = {}
-                exec(f"def f(x): return {form.format(c=constant)}", names)
+                exec(guess, names)
                 passed = [eval(str(case).removeprefix("assert "), names) for case in task.info["cases"]]
                 assert all(passed) == (guess == right)
 
