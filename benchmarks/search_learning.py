@@ -33,6 +33,7 @@ class Workflow:
         data = args.data.resolve()
         self.folder = folder
         self.out: Path = args.out
+        self.splits: list[str] = args.splits
         self.began = time.monotonic()
         self.shared = [
             f"data.path={data / 'train.jsonl'}",
@@ -65,7 +66,9 @@ class Workflow:
 
     def evaluate(self, name: str, model: str) -> None:
         """All test rows, and those whose answer no passage holds."""
-        for split, words in {"test": ("--split", "test"), "no_support": ("--data", str(self.no_support))}.items():
+        chosen = {"test": ("--split", "test"), "no_support": ("--data", str(self.no_support))}
+        for split in self.splits:
+            words = chosen[split]
             said = self.polyturn(f"eval {name} {split}", "eval", "--model", model, "--json", *words)
             found = json.loads(said[said.index("{") :])
             self.report["evaluations"].setdefault(name, {})[split] = next(iter(found.values()))
@@ -93,17 +96,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warm-steps", type=int, default=40)
-    parser.add_argument("--no-baseline", action="store_true", help="leave out the run with the outcome alone")
+    parser.add_argument("--demonstrations", type=int, default=64, help="of a step of the warm start")
+    parser.add_argument("--stages", nargs="+", default=["base", "warm", "turn_rtg", "outcome"], help="leave some out")
+    parser.add_argument("--splits", nargs="+", default=["test", "no_support"])
     parser.add_argument("overrides", nargs="*", help="settings that replace the recipe's")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Workflow(args, Path(folder))
-        work.evaluate("base", "builtin:smollm2")
-        warm = str(Path(folder) / "warm")
-        work.polyturn("warmstart", "warmstart", "--out", warm, "--steps", str(args.warm_steps), "--learning-rate", "5e-5")
-        work.evaluate("warm", warm)
-        work.evaluate("turn_rtg", work.train("turn_rtg", warm, args.steps))
-        if not args.no_baseline:
+        if "base" in args.stages:
+            work.evaluate("base", "builtin:smollm2")
+        warm, many = str(Path(folder) / "warm"), ("--steps", str(args.warm_steps), "--demonstrations", str(args.demonstrations))
+        work.polyturn("warmstart", "warmstart", "--out", warm, "--learning-rate", "5e-5", *many)
+        if "warm" in args.stages:
+            work.evaluate("warm", warm)
+        if "turn_rtg" in args.stages:
+            work.evaluate("turn_rtg", work.train("turn_rtg", warm, args.steps))
+        if "outcome" in args.stages:
             work.evaluate("outcome", work.train("outcome", warm, args.steps, *OUTCOME_ONLY))
 
 
