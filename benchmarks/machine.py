@@ -18,7 +18,7 @@ def describe_machine() -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "commit": os.environ.get("POLYTURN_COMMIT") or _commit(),
-        "device": f"CPU, {len(os.sched_getaffinity(0))} cores, {_cpu_name()}",
+        "device": _device(),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
     }
@@ -32,6 +32,15 @@ def _commit() -> str:
 def _git(*arguments: str) -> str:
     folder = Path(__file__).parent
     return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=folder, timeout=30).stdout.strip()
+
+
+def _device() -> str:
+    """The GPUs where there are any, and the CPU."""
+    import torch
+
+    cpu = f"CPU, {len(os.sched_getaffinity(0))} cores, {_cpu_name()}"
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return "; ".join([*gpus, cpu])
 
 
 def _cpu_name() -> str:

@@ -152,7 +152,7 @@ def dialogue():
 
 
 def searches():
-    for form in ("xml", "hermes"):
+    for form in ("xml", "hermes", "llama3", "mistral"):
         yield SearchQa(corpus="builtin:facts", tool_format=form, turn_reward=0.1, format_reward=0.1)
     yield SearchQa(corpus="builtin:facts", top_k=1, instructions=False)
     yield SearchQa(corpus="builtin:facts", tool_format="hermes", announce="template", examples=2)
@@ -211,7 +211,7 @@ async def test_environments_that_read_rows_keep_their_contract(environment):
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("form", ["xml", "hermes"])
+@pytest.mark.parametrize("form", ["xml", "hermes", "llama3", "mistral"])
 @pytest.mark.parametrize("rows", ["qa_trivia_24", "qa_trivia_held_out_8", "qa_trivia_no_support_4"])
 async def test_search_over_real_rows_keeps_its_contract(form, rows, tmp_path, monkeypatch):
     monkeypatch.setenv("POLYTURN_CACHE", str(tmp_path))

@@ -75,7 +75,7 @@ def test_no_move_holds_a_tag_and_nothing_is_lost_without_a_word(reply, truncated
         assert said or found.problem
 
 
-@pytest.mark.parametrize("form", ["xml", "hermes"])
+@pytest.mark.parametrize("form", ["xml", "hermes", "llama3", "mistral"])
 @given(st.text(alphabet=st.characters(exclude_characters="<>", exclude_categories=["Cs"])).map(str.strip))
 def test_what_is_written_is_read(form, text):
     assert read_moves(write_search(text, form), form).searches == (text,)
@@ -85,7 +85,7 @@ def test_what_is_written_is_read(form, text):
 
 @pytest.mark.parametrize("piece", ["x", "<search>", "</search>", "<search>x", "<think>", "</think", "<", "</", "<tool_call>"])
 def test_a_long_reply_takes_time_in_proportion(piece):
-    for form in ("xml", "hermes"):
+    for form in ("xml", "hermes", "llama3", "mistral"):
         found = read_moves(piece * (300_000 // len(piece)), form)
         assert (found.searches, found.answer) == ((), None)
 

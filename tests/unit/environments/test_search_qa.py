@@ -202,6 +202,18 @@ def test_instructions_come_before_what_the_row_says_and_examples_behind_it():
     assert [message.role for message in plain.messages] == ["user"]
 
 
+@pytest.mark.parametrize(("form", "call"), [("hermes", "<tool_call>"), ("llama3", "parameters"), ("mistral", "[TOOL_CALLS]")])
+def test_native_calls_are_explained_unless_the_template_does(form, call):
+    task = made(tool_format=form).task_from_example(row(answer="Cotswolds"))
+    assert call in task.messages[0].content
+    assert "<answer>the answer</answer>" in task.messages[0].content
+    assert made(tool_format=form).tool_specs(task) == ()
+    environment = made(tool_format=form, announce="template")
+    task = environment.task_from_example(row(answer="Cotswolds"))
+    assert call not in task.messages[0].content
+    assert [spec.name for spec in environment.tool_specs(task)] == ["search"]
+
+
 def test_a_row_without_an_answer_is_refused():
     with pytest.raises(DataError, match="needs an answer"):
         made().task_from_example(row())

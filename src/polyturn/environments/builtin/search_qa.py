@@ -29,7 +29,7 @@ from polyturn.environments.search.base import Passage
 from polyturn.environments.search.moves import SEARCH, Moves, ToolFormat, harmless, read_moves, write_answer, write_search
 from polyturn.environments.search.words import words_of
 from polyturn.errors import DataError, EnvironmentSetupError, nearest
-from polyturn.rendering.tool_calls import ToolSpec
+from polyturn.rendering.tool_calls import ToolSpec, call_format
 from polyturn.types import Message, Row, Split, Task, TaskSource
 
 Announce = Literal["system", "template"]
@@ -178,7 +178,7 @@ class SearchQa(Environment):
         """`task` with the instructions in its system message, in front of what stands there, and worked examples after it."""
         system = "\n\n".join(message.content for message in task.messages if message.role == "system")
         if self.instructions:
-            system = f"{instructions(self.tool_format, self.max_searches)}\n\n{system}".strip()
+            system = f"{instructions(self.tool_format, self.announce, self.max_searches)}\n\n{system}".strip()
         said = [message for message in task.messages if message.role != "system"]
         opening = [Message(role="system", content=system)] if system else []
         return replace(task, messages=(*opening, *self._shown_examples(), *said))
@@ -335,15 +335,18 @@ class _Endless:
         return self._environment._fact("train", self._seed, index)
 
 
-def instructions(form: ToolFormat, max_searches: int) -> str:
-    """What a model is told before the question."""
+def instructions(form: ToolFormat, announce: Announce, max_searches: int) -> str:
+    """What a model is told before the question. How to call is left out where the chat template says it."""
     times = "once" if max_searches == 1 else f"up to {max_searches} times"
-    results = " between <information> and </information>" if form == "xml" else ""
-    return (
-        f"Answer the question. You can search an encyclopedia, {times}: reply with {write_search('words to look for', form)} "
-        f"and nothing else, and the results come back{results}. When you know the answer, reply with "
-        f"{write_answer('the answer')}: a few words, no explanation."
-    )
+    answer = f"When you know the answer, reply with {write_answer('the answer')}: a few words, no explanation."
+    if form == "xml":
+        return (
+            f"Answer the question. You can search an encyclopedia, {times}: reply with "
+            f"{write_search('words to look for', form)} and nothing else, and the results come back between <information> and "
+            f"</information>. {answer}"
+        )
+    text = f"Answer the question. You can search an encyclopedia, {times}, with the tool search. {answer}"
+    return text if announce == "template" else f"{text}\n\n{call_format(form).instructions([SEARCH])}"
 
 
 def _add(counts: dict[str, float], name: str) -> None:
