@@ -128,7 +128,7 @@ def entry_points(reference: str, tests: Sequence[str]) -> EntryPoints | None:
     """
     defined, used = _defined(reference), set[str]()
     for test in tests:
-        tree = _tree(test)
+        tree = parsed(test)
         used |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} if tree else set()
     names = tuple(sorted(used & set(defined)))
     return EntryPoints(names=names, classes=tuple(name for name in names if defined[name])) if names else None
@@ -228,8 +228,8 @@ def _block(fence: re.Match[str], lines: Sequence[str]) -> tuple[str, str]:
     return fence["tag"].lower(), textwrap.dedent(code) if fence["indent"] else code
 
 
-def _tree(code: str) -> ast.Module | None:
-    """The program as a tree; None where `syntax_problem` says why not."""
+def parsed(code: str) -> ast.Module | None:
+    """A program as a tree, without the warnings that Python has for it; None where `syntax_problem` says why not."""
     if syntax_problem(code) is not None:
         return None
     with warnings.catch_warnings():
@@ -240,7 +240,7 @@ def _tree(code: str) -> ast.Module | None:
 def _defined(code: str) -> dict[str, bool]:
     """Names that a program binds at its top to a function, a class or a lambda; True for classes."""
     found: dict[str, bool] = {}
-    tree = _tree(code)
+    tree = parsed(code)
     for node in tree.body if tree else ():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found[node.name] = isinstance(node, ast.ClassDef)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyturn.errors import DataError
-from polyturn.programs import OutputCase, defines, syntax_problem
+from polyturn.programs import OutputCase, defines, parsed, syntax_problem
 from polyturn.sandbox.base import Tests
 from polyturn.types import Json, Task
 
@@ -104,9 +104,8 @@ def _names(value: Sequence[str] | None) -> tuple[str, ...] | None:
 
 def _returns(code: str) -> bool:
     """Whether code has a `return` outside of any function, as the body of one has."""
-    if syntax_problem(code) is not None:
-        return False
-    ahead: list[ast.AST] = [ast.parse(code)]
+    tree = parsed(code)
+    ahead: list[ast.AST] = [tree] if tree else []
     while ahead:
         node = ahead.pop()
         if isinstance(node, ast.Return):

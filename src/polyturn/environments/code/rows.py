@@ -14,7 +14,7 @@ from typing import Any
 
 from polyturn.environments.code.problems import Problem
 from polyturn.errors import DataError
-from polyturn.programs import OutputCase, entry_points, program_in, row_tests, syntax_problem
+from polyturn.programs import OutputCase, entry_points, parsed, program_in, row_tests, syntax_problem
 from polyturn.sandbox import suites
 from polyturn.types import Message, Row
 
@@ -174,9 +174,10 @@ def _without(source: str, name: str) -> str:
 
 
 def _tree(source: str) -> ast.Module:
-    if (wrong := syntax_problem(source)) is not None:
-        raise DataError(f"{wrong}; correct the row's code or leave the row out")
-    return ast.parse(source)
+    tree = parsed(source)
+    if tree is None:
+        raise DataError(f"{syntax_problem(source)}; correct the row's code or leave the row out")
+    return tree
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str:

@@ -154,3 +154,15 @@ def test_a_preamble_goes_before_and_a_stub_is_continued():
         assert continued.endswith('"""\n    return numbers == []')
     assert problem.program("print('nothing of the kind')").text.endswith("print('nothing of the kind')")
     assert problem.program("def other(): (").text == "def other(): ("
+
+
+def test_code_that_python_warns_of_is_code():
+    row = {
+        "prompt": "Find.",
+        "code": "import re\ndef find(s):\n    return re.findall('\\.', s)",
+        "test_list": ["assert find('\\.')"],
+    }
+    made = rows.mbpp(row)
+    assert "`find(s)`" in made.messages[0].content
+    problem = rows.humaneval(HUMANEVAL[0]).problem
+    assert problem.program("return '\\.' in numbers").text.endswith("\n    return '\\.' in numbers")
