@@ -6,7 +6,7 @@ Each test plays a group of siblings with `rollouts.driver`, and looks at what th
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 
 import pytest
 
@@ -87,22 +87,20 @@ async def test_a_reward_of_turns_that_fails_is_a_fault_as_well():
 
 
 async def test_the_environments_deadline_holds_for_a_reward_without_one():
-    start = time.perf_counter()
     reward = Reward(name="extra", function=Unlucky(lambda: asyncio.sleep(FOREVER)))
-    group = await group_of(reward, tool_deadline_s=SHORT_S)
-    assert time.perf_counter() - start < 5
+    group = await group_of(reward, tool_deadline_s=2.0)  # long enough for those that do answer, on a busy machine too
     assert [sibling for sibling, _ in faults(group)] == [UNLUCKY]
     assert "talk.rewards" in faults(group)[0][1]
 
 
 async def test_a_blocking_reward_holds_up_no_sibling():
+    all_there = threading.Barrier(8)
+
     def block(view, task):
-        time.sleep(0.2)
+        all_there.wait(30)  # passes when all eight siblings are inside at once
         return 1.0
 
-    start = time.perf_counter()
     group = await group_of(Reward(name="extra", function=block))
-    assert time.perf_counter() - start < 0.8, "eight siblings, one after another, would take 1.6 s"
     assert len(group.valid) == 8
 
 
