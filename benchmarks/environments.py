@@ -110,9 +110,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", help="ids of environments; all when left out")
     args = parser.parse_args()
     lines = []
     for entry in entries():
+        if args.only and entry.environment not in args.only:
+            continue
         lines.append(asyncio.run(measure(entry, args.data)))
         print(json.dumps(lines[-1]), flush=True)
     report = {"benchmark": "environments", **describe_machine(), "at_once": AT_ONCE, "lines": lines}
