@@ -115,6 +115,7 @@ def test_env_list_names_environments_with_their_arguments(bench):
     assert ended.code == 0
     assert re.search(r"^lookup +Follow pointers between records", ended.out, re.M)
     assert "max_hops=4" in ended.out
+    assert re.search(r"^reasoning_gym:NAME Answer tasks[^\n]*\n +config=None ", ended.out, re.M)
 
 
 @pytest.mark.parametrize("words", [["max_hops=2", "--seed", "3"], ["--seed", "3", "max_hops=2"]])

@@ -37,14 +37,17 @@ def run_list(args: argparse.Namespace) -> int:
     """One line an environment, with its arguments."""
     import inspect
 
-    from polyturn.environments.registry import environment_class, environment_names
+    from polyturn.environments.registry import ADAPTERS, environment_class, environment_names
     from polyturn.environments.resources import own_parameters
 
-    for name in environment_names():
+    for name in (*environment_names(), *(f"{prefix}:NAME" for prefix in ADAPTERS)):
         cls = environment_class(name)
         summary = (inspect.getdoc(cls) or "").partition("\n")[0]
-        defaults = " ".join(f"{key}={value.default}" for key, value in own_parameters(inspect.signature(cls)).items())
-        print(f"{name:<16} {summary}\n{'':<16} {defaults}")
+        parameters = own_parameters(inspect.signature(cls))
+        if ":" in name:
+            del parameters["name"]  # it stands in the id
+        defaults = " ".join(f"{key}={value.default}" for key, value in parameters.items())
+        print(f"{name:<18} {summary}\n{'':<18} {defaults}")
     return 0
 
 

@@ -64,7 +64,10 @@ class State:
 
 
 class PythonCode(Environment):
-    """Write a program that passes tests. `sandbox` runs it, and is the caller's to start and stop."""
+    """Write a program that passes tests.
+
+    `sandbox` runs it, and is the caller's to start and stop.
+    """
 
     name: ClassVar[str] = "python_code"
     names_states: ClassVar[bool] = True
