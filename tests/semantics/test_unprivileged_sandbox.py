@@ -45,7 +45,7 @@ def place() -> Iterator[Path]:
         path.chmod(0o755)
         shutil.copytree(ROOT / "src" / "polyturn" / "sandbox", path / "polyturn" / "sandbox")
         shutil.copytree(ROOT / "src" / "polyturn" / "processes", path / "polyturn" / "processes")
-        for name in ("__init__.py", "errors.py"):
+        for name in ("__init__.py", "errors.py", "programs.py"):
             shutil.copy(ROOT / "src" / "polyturn" / name, path / "polyturn" / name)
         shutil.copytree(ROOT / "tests" / "parts", path / "parts")
         (path / "bait").mkdir(mode=0o755)
