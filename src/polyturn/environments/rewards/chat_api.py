@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import ipaddress
 import json
 import random
 import time
@@ -14,6 +13,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from polyturn.environments.http_words import is_loopback, pause_s
 from polyturn.errors import EnvironmentSetupError, ResourceError
 from polyturn.processes.threads import in_thread
 
@@ -51,7 +51,7 @@ class ChatApi:
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._timeout_s = timeout_s
         self._retries = retries
-        proxies = urllib.request.ProxyHandler({}) if _is_loopback(parts.hostname) else urllib.request.ProxyHandler()
+        proxies = urllib.request.ProxyHandler({}) if is_loopback(parts.hostname) else urllib.request.ProxyHandler()
         self._opener = urllib.request.build_opener(proxies, _NoRedirect())
 
     async def complete(self, request: Mapping[str, Any], before: Callable[[], None]) -> str:
@@ -85,7 +85,7 @@ class ChatApi:
         except urllib.error.HTTPError as error:
             with error:
                 said = " ".join(error.read(2000).decode("utf-8", "replace").split())[:200]
-            wait_s = _seconds(error.headers.get("Retry-After"))
+            wait_s = pause_s(error.headers.get("Retry-After"))
             raise ApiError(f"status {error.code} ({said})", again=error.code in _AGAIN, wait_s=wait_s) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
@@ -123,17 +123,3 @@ def _limited(response: Any, end: float) -> bytes:
         if time.monotonic() > end:
             raise ApiError("an answer that takes longer than timeout_s", again=True)
     return b"".join(parts)
-
-
-def _seconds(text: str | None) -> float | None:
-    try:
-        return None if text is None else max(0.0, float(text))
-    except ValueError:
-        return None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import os
 import random
@@ -12,6 +11,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from polyturn.environments.http_words import is_loopback, pause_s
 from polyturn.errors import DeadlineError, EnvironmentSetupError, MissingDependencyError, ResourceError
 from polyturn.processes.deadlines import deadline
 
@@ -56,7 +56,7 @@ class JsonClient:
             httpx = _import_httpx()
             host = urllib.parse.urlsplit(self.url).hostname or ""
             timeout = httpx.Timeout(self._deadline_s)
-            self._client = httpx.AsyncClient(headers=self._headers, timeout=timeout, trust_env=not _is_loopback(host))
+            self._client = httpx.AsyncClient(headers=self._headers, timeout=timeout, trust_env=not is_loopback(host))
 
     async def stop(self) -> None:
         """Close it."""
@@ -102,7 +102,7 @@ class JsonClient:
         except (httpx.TransportError, httpx.DecodingError) as error:
             raise Again(f"{type(error).__name__}: {error}") from error
         if response.status_code in _AGAIN:
-            raise Again(f"status {response.status_code} ({_said(raw)})", wait_s=_seconds(response.headers.get("Retry-After")))
+            raise Again(f"status {response.status_code} ({_said(raw)})", wait_s=pause_s(response.headers.get("Retry-After")))
         if response.status_code != 200:
             raise EnvironmentSetupError(
                 f"{self.url} refused the request with status {response.status_code} ({_said(raw)}); correct url or token"
@@ -149,20 +149,6 @@ async def _limited(response: Any) -> bytes:
 
 def _said(raw: bytes) -> str:
     return " ".join(raw[:1000].decode("utf-8", "replace").split())[:200]
-
-
-def _seconds(text: str | None) -> float | None:
-    try:
-        return None if text is None else max(0.0, float(text))
-    except ValueError:
-        return None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _import_httpx() -> Any:
