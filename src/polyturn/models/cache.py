@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from polyturn.errors import ModelError
+from polyturn.errors import ModelError, UserError
 
 
 def cache_folder() -> Path:
@@ -24,18 +24,24 @@ def is_model(folder: Path) -> bool:
 
 
 @contextmanager
-def draft_of(folder: Path) -> Iterator[Path]:
+def draft_of(
+    folder: Path,
+    *,
+    what: str = "built-in models",
+    is_whole: Callable[[Path], bool] = is_model,
+    error_class: type[UserError] = ModelError,
+) -> Iterator[Path]:
     """An empty folder that becomes `folder` when the block ends, and goes when the block raises.
 
-    Two processes may make the same model at once: the first one's folder stays, the other's goes. Raises ModelError for a
+    Two processes may make the same thing at once: the first one's folder stays, the other's goes. Raises `error_class` for a
     cache that can't be written to.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
-        raise ModelError(
-            f"built-in models are kept in {folder.parent}, which can't be written to ({error.strerror}); "
+        raise error_class(
+            f"{what} are kept in {folder.parent}, which can't be written to ({error.strerror}); "
             "set POLYTURN_CACHE to a folder of yours"
         ) from error
     try:
@@ -44,7 +50,7 @@ def draft_of(folder: Path) -> Iterator[Path]:
         try:
             draft.rename(folder)
         except OSError:
-            if not is_model(folder):  # else another process made the same one meanwhile
+            if not is_whole(folder):  # else another process made the same one meanwhile
                 raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)

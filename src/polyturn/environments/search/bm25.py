@@ -6,8 +6,6 @@ import hashlib
 import importlib.metadata
 import json
 import mmap
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,7 @@ from polyturn.environments.search.corpus import corpus_digest, corpus_file, read
 from polyturn.environments.search.index import FORMAT, STARTS, TEXTS, Bm25Settings, best_of, build_index
 from polyturn.environments.search.words import words_of
 from polyturn.errors import EnvironmentSetupError, MissingDependencyError, ResourceError
-from polyturn.models.cache import cache_folder
+from polyturn.models.cache import cache_folder, draft_of
 from polyturn.processes.threads import in_thread
 
 MANY = 50_000
@@ -79,24 +77,8 @@ class Bm25:
         folder = (self._cache or cache_folder() / "search") / f"bm25-{name}"
         if folder.is_dir():
             return folder
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        except OSError as error:
-            raise EnvironmentSetupError(
-                f"search indexes are kept in {folder.parent}, which can't be written to ({error.strerror}); "
-                "set POLYTURN_CACHE to a folder of yours"
-            ) from error
-        try:
+        with draft_of(folder, what="search indexes", is_whole=Path.is_dir, error_class=EnvironmentSetupError) as draft:
             self._fill(draft)
-            draft.chmod(0o755)  # mkdtemp lets nobody else in, and the cache may be shared
-            try:
-                draft.rename(folder)
-            except OSError:
-                if not folder.is_dir():  # else another process built the same one meanwhile
-                    raise
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
         return folder
 
     def _fill(self, draft: Path) -> None:
