@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -73,8 +74,12 @@ class Pool:
 
     @property
     def alive(self) -> bool:
-        """Whether the supervisor runs, as far as is known."""
-        return self._process is not None and self._process.poll() is None
+        """Whether the supervisor runs and listens. One that was killed stops listening well before it counts as ended."""
+        if self._process is None or self._control is None or self._process.poll() is not None:
+            return False
+        ends = select.poll()
+        ends.register(self._control, 0)  # a hang-up is told without being asked for
+        return not ends.poll(0)
 
     @property
     def pid(self) -> int | None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -121,6 +122,24 @@ async def test_a_sandbox_that_breaks_is_no_verdict():
         with pytest.raises(SandboxError):
             await asking
         assert (await runner.run_tests("def f(): return 1", ("assert f()",))).all_passed, "the next one starts another pool"
+    finally:
+        await sandbox.stop()
+
+
+async def test_a_supervisor_that_no_longer_listens_is_replaced_though_it_still_ends():
+    sandbox = LocalSandbox(LIMITS)
+    await sandbox.start()
+    try:
+        pool, first = sandbox._pool, sandbox.pid
+        assert pool.alive
+        assert pool._process is not None
+        assert pool._control is not None
+        pool._process.poll = lambda: None  # type: ignore[method-assign] # as if the kernel had not finished with it
+        pool._control.shutdown(socket.SHUT_RDWR)
+        assert not pool.alive
+        result = await SandboxRunner(sandbox=sandbox).run_tests("def f(): return 1", ("assert f()",))
+        assert result.all_passed
+        assert sandbox.pid != first
     finally:
         await sandbox.stop()
 
