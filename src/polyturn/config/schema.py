@@ -133,6 +133,8 @@ class EnvironmentSection(Section):
     """Further rewards, beside what the environment scores itself."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
     """Weight of each outcome component; components not named weigh 1."""
+    num_processes: int = Field(default=0, ge=0)
+    """Processes that play the trajectories; 0: the driver does."""
     start_deadline_s: float = Field(default=1800.0, gt=0)
     """Time to start what the environment needs, such as an index that is built on first use."""
 
@@ -210,8 +212,18 @@ class RolloutSection(Section):
 class EngineSection(Section):
     """What generates."""
 
-    kind: Literal["hf"] = "hf"
-    """`hf`: transformers, in this process."""
+    kind: Literal["hf", "hf_server"] = "hf"
+    """`hf`: transformers, in the driver's process; `hf_server`: the same in processes of its own, over HTTP."""
+    num_servers: int = Field(default=1, gt=0)
+    """Servers of kind `hf_server`, each with a copy of the weights."""
+    host: str = "127.0.0.1"
+    """Address that servers listen on."""
+    port: int | None = Field(default=None, gt=0, lt=65536)
+    """Port of the first server, the next ones follow; null takes free ones."""
+    devices: tuple[int, ...] | None = Field(default=None, strict=False)
+    """GPUs of the servers, as numbers within `CUDA_VISIBLE_DEVICES`; null: the last ones."""
+    start_deadline_s: float = Field(default=300.0, gt=0)
+    """Time until a server answers."""
     max_batch_size: int = Field(default=256, gt=0)
     """Requests that share one forward pass."""
     deterministic: bool = False
@@ -293,6 +305,12 @@ class TrainerSection(Section):
     """Optimizer steps a pass is cut into, by whole groups."""
     row_tokens: int | None = Field(default=None, gt=0)
     """Token budget of a packed row, which is one micro-batch; 1024, or a whole trajectory when that is longer."""
+    num_ranks: int = Field(default=1, gt=0)
+    """Processes that train one policy together, each on its share of the rows."""
+    devices: tuple[int, ...] | None = Field(default=None, strict=False)
+    """GPUs of the ranks, as numbers within `CUDA_VISIBLE_DEVICES`; null: the first ones."""
+    collective_deadline_s: float = Field(default=120.0, gt=0)
+    """A rank that the others wait for longer than this ends the run."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     step_deadline_s: float = Field(default=3600.0, gt=0)
@@ -304,8 +322,8 @@ class TrainerSection(Section):
 class WeightSyncSection(Section):
     """How the engine gets the trainer's weights."""
 
-    bridge: Literal["in_process"] = "in_process"
-    """`in_process`: copied inside this process."""
+    mode: Literal["auto", "in_process", "nccl"] = "auto"
+    """`in_process`: copied inside the driver; `nccl`: sent to servers over a process group (gloo on CPUs)."""
     every_steps: int = Field(default=1, gt=0)
     """Push every N steps; above 1 the engine lags openly, and old log-probabilities account for it."""
     verify_every: int = Field(default=25, gt=0)
@@ -336,6 +354,17 @@ class LoggingSection(Section):
     """Save the trajectories of every N-th step; 0 for none."""
 
 
+class LaunchSection(Section):
+    """How the processes of a run are started, watched and ended."""
+
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of every role, on top of those that Polyturn sets."""
+    stop_grace_s: float = Field(default=20.0, gt=0)
+    """Time that a role has to end by itself once the run ends; then it is killed."""
+    silence_s: float = Field(default=60.0, gt=0)
+    """A role that writes no heartbeat for this long hangs, and ends the run."""
+
+
 class Recipe(Section):
     """A whole recipe."""
 
@@ -351,3 +380,4 @@ class Recipe(Section):
     weight_sync: WeightSyncSection = Field(default_factory=WeightSyncSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     logging: LoggingSection = Field(default_factory=LoggingSection)
+    launch: LaunchSection = Field(default_factory=LaunchSection)

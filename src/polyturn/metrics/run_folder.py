@@ -5,6 +5,8 @@
       metrics.jsonl        one line a step and one an evaluation, every metric (see `names`)
       trajectories/        step_000012.jsonl: the trajectories of a step
       heartbeats/          one file a role: what it waits for right now
+      roles/               one file a role that serves: its address
+      logs/                one file a role, and `all.log`: every line of every role
       export/              the trained model, in the format it was loaded from
 
 A folder belongs to one run: a second run of the same name gets `lookup-2`, and nothing is ever written over.
@@ -42,7 +44,7 @@ class RunFolder:
                 except FileExistsError:
                     continue
                 folder = cls(root)
-                for inner in (folder.trajectories, folder.heartbeats, folder.export):
+                for inner in (folder.trajectories, folder.heartbeats, folder.roles, folder.logs, folder.export):
                     inner.mkdir()
                 return folder
         except OSError as error:
@@ -70,6 +72,16 @@ class RunFolder:
     def heartbeats(self) -> Path:
         """Folder of the heartbeats, one file a role."""
         return self.root / "heartbeats"
+
+    @property
+    def roles(self) -> Path:
+        """Folder of the addresses of roles that serve."""
+        return self.root / "roles"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the logs, one file a role."""
+        return self.root / "logs"
 
     @property
     def export(self) -> Path:
