@@ -28,7 +28,7 @@ def test_runs_that_start_at_once_get_different_folders(tmp_path):
 
 def test_layout(tmp_path):
     folder = RunFolder.create(tmp_path, "run")
-    assert sorted(inner.name for inner in folder.root.iterdir()) == ["export", "heartbeats", "trajectories"]
+    assert sorted(inner.name for inner in folder.root.iterdir()) == ["export", "heartbeats", "logs", "roles", "trajectories"]
     assert folder.recipe == folder.root / "recipe.yaml"
     assert folder.metrics == folder.root / "metrics.jsonl"
     assert folder.trajectories_of(12).name == "step_000012.jsonl"
