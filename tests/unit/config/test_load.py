@@ -80,7 +80,11 @@ def test_a_section_with_nothing_below_it_is_a_section_of_defaults(write):
             "trainer:\n  every_steps: 2",
             "4: trainer.every_steps: unknown key, it belongs in the section weight_sync or evaluation",
         ),
-        ("engine: {zzz: 1}", "3: engine.zzz: unknown key, valid: deterministic, devices, host, kind, max_batch_size, num_servers, port, start_deadline_s"),
+        (
+            "engine: {zzz: 1}",
+            "3: engine.zzz: unknown key, valid: deterministic, devices, host, kind, max_batch_size, num_servers, port, "
+            "start_deadline_s",
+        ),
         ("algorithm:\n  clip_low: 0.1", "4: algorithm.clip_low: unknown key, it belongs in the section algorithm.loss_options"),
         (
             "rollout:\n  group_size: '4'",
