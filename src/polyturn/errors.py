@@ -11,6 +11,7 @@
     ├── ResourceError                 exit 3   something the run needs was lost
     │   ├── DeadlineError                      a wait passed its deadline
     │   ├── EngineError                        the engine died or refused
+    │   ├── RankError                          a rank of the trainer ended, or the others waited too long for it
     │   ├── SandboxError                       the sandbox itself broke; a limit its program hit is a result instead
     │   └── WeightSyncError                    a push failed, or the two sides differ
     ├── TrainingError                 exit 4   training must not go on
@@ -81,6 +82,10 @@ class EngineError(ResourceError):
 
 class SandboxError(ResourceError):
     """The sandbox broke: its pool died, a fork failed, a remote runner is out of reach. The program is not to blame."""
+
+
+class RankError(ResourceError):
+    """A rank of the trainer ended, or kept the others waiting past their deadline."""
 
 
 class WeightSyncError(ResourceError):

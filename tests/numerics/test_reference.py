@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from numerics.builders import loss_options
 from polyturn.config.schema import LossOptions
-from polyturn.losses import LossInputs, combined_metrics, policy_loss, sampler_weights, segment_log_ratio, token_weights
+from polyturn.losses import LossInputs, Totals, policy_loss, sampler_weights, segment_log_ratio, token_weights
 from polyturn.losses.ratio import token_log_ratio
 from polyturn.losses.reference import PaddedBatch, reference_loss
 from polyturn.losses.sampler import behaviour_log_gap
@@ -146,7 +146,7 @@ def test_cutting_the_step_into_micro_batches_changes_nothing(
     cut_loss = torch.stack([result.loss for result in results]).sum()
     torch.testing.assert_close(cut_loss, together.loss, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient(cut_loss, batch), gradient(together.loss, batch), rtol=1e-12, atol=1e-12)
-    assert combined_metrics(results) == pytest.approx(combined_metrics([together]), abs=1e-12)
+    assert Totals.of(results).metrics() == pytest.approx(Totals.of([together]).metrics(), abs=1e-12)
 
 
 def test_a_cut_turn_without_its_numbers_would_be_wrong() -> None:

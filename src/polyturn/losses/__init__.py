@@ -10,7 +10,7 @@ batches, groups or how an advantage came about. `reference` is the slow oracle o
 """
 
 from polyturn.losses.aggregation import token_weights
-from polyturn.losses.base import LossInputs, LossResult, combined_metrics
+from polyturn.losses.base import LossInputs, LossResult, Totals
 from polyturn.losses.policy import needs_whole_segments, policy_loss
 from polyturn.losses.ratio import segment_log_ratio
 from polyturn.losses.sampler import sampler_weights
@@ -18,7 +18,7 @@ from polyturn.losses.sampler import sampler_weights
 __all__ = [
     "LossInputs",
     "LossResult",
-    "combined_metrics",
+    "Totals",
     "needs_whole_segments",
     "policy_loss",
     "sampler_weights",

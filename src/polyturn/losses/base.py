@@ -77,22 +77,44 @@ class LossResult:
     maxima: Mapping[str, Tensor]
 
 
-def combined_metrics(results: Sequence[LossResult]) -> dict[str, float]:
-    """Means and maxima over the tokens of several micro-batches, by name.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Metrics of several micro-batches added up, as plain numbers: what ranks tell each other."""
 
-    A mean no token took part in is left out, as is a maximum over nothing.
-    """
-    numbers: dict[str, float] = {}
-    for name in dict.fromkeys(name for result in results for name in result.metrics):
-        pairs = [result.metrics[name] for result in results if name in result.metrics]
-        count = sum(float(pair[1]) for pair in pairs)
-        if count:
-            numbers[name] = sum(float(pair[0]) for pair in pairs) / count
-    for name in dict.fromkeys(name for result in results for name in result.maxima):
-        largest = max(float(result.maxima[name]) for result in results if name in result.maxima)
-        if largest != float("-inf"):
-            numbers[name] = largest
-    return numbers
+    sums: Mapping[str, tuple[float, float]]
+    """(sum, count) by name."""
+    maxima: Mapping[str, float]
+
+    @classmethod
+    def of(cls, results: Sequence[LossResult]) -> Totals:
+        """Those of `results`."""
+        return cls.merged(
+            [
+                cls(
+                    sums={name: (float(total), float(count)) for name, (total, count) in result.metrics.items()},
+                    maxima={name: float(value) for name, value in result.maxima.items()},
+                )
+                for result in results
+            ]
+        )
+
+    @classmethod
+    def merged(cls, parts: Sequence[Totals]) -> Totals:
+        """All of them together."""
+        sums: dict[str, tuple[float, float]] = {}
+        maxima: dict[str, float] = {}
+        for part in parts:
+            for name, (total, count) in part.sums.items():
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = (before[0] + total, before[1] + count)
+            for name, value in part.maxima.items():
+                maxima[name] = max(value, maxima.get(name, float("-inf")))
+        return cls(sums=sums, maxima=maxima)
+
+    def metrics(self) -> dict[str, float]:
+        """Means and maxima by name. A mean that no token took part in is left out, as is a maximum over nothing."""
+        means = {name: total / count for name, (total, count) in self.sums.items() if count}
+        return means | {name: value for name, value in self.maxima.items() if value != float("-inf")}
 
 
 def required(value: Value | None, name: str) -> Value:

@@ -1,74 +1,63 @@
 """Runs the optimizer steps of a batch: score rows, sum their losses backward, step.
 
 Every loss is a plain sum of weighted per-token losses, with weights fixed over the whole optimizer step, so the gradient
-does not depend on how the tokens are cut into rows.
+does not depend on how the tokens are cut into rows, nor on how the rows are dealt to the ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from polyturn.errors import NonFiniteError
-from polyturn.losses.aggregation import token_weights
-from polyturn.losses.base import LossInputs, LossResult, combined_metrics, required
-from polyturn.losses.policy import needs_whole_segments, policy_loss
+from polyturn.errors import NonFiniteError, RankError, TrainingError
+from polyturn.losses.base import LossInputs, required
+from polyturn.losses.policy import policy_loss
 from polyturn.losses.ratio import segment_log_ratio
 from polyturn.losses.sampler import sampler_weights
 from polyturn.trainer.forward import RowTensors, refuse_mixed_samples, to_tensors, trained_logprobs
 from polyturn.trainer.optimizer import build_optimizer, learning_rate_at
+from polyturn.trainer.ranks import Alone, Ranks
+from polyturn.trainer.record import Record
 from polyturn.trainer.settings import TrainerSettings
+from polyturn.trainer.shares import Share, from_bytes, share_out, to_bytes
 from polyturn.types import TrainBatch
+from polyturn.weight_sync.base import checksum
+
+_TRAIN, _END = "train", "end"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """A batch on the device, with what its loss needs from outside a row. Lists run over rows."""
+    """A share on the device, with what its loss needs from outside a row. Lists run over rows."""
 
     rows: list[RowTensors]
     token_weights: list[Tensor]
     old_logprobs: list[Tensor] | None
     """The policy's before the first optimizer step on this batch; None where this forward is that policy."""
     reference_logprobs: list[Tensor] | None
-    policy_age: float
-    """Mean over the trained tokens."""
-    num_trained_tokens: int
-
-
-@dataclass(slots=True)
-class _Record:
-    """What happened in a step, kept as tensors so that nothing waits for the device before the end."""
-
-    results: list[LossResult] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
-    entropies: list[Tensor] = field(default_factory=list)
-    grad_norms: list[Tensor] = field(default_factory=list)
-    learning_rate: float = 0.0
-
-    def metrics(self) -> dict[str, float]:
-        steps = max(1, len(self.grad_norms))
-        return {
-            "loss": float(torch.stack(self.losses).sum()) / steps,
-            "entropy": float(torch.cat(self.entropies).mean()),
-            "grad_norm": float(torch.stack(self.grad_norms).mean()) if self.grad_norms else float("nan"),
-            "learning_rate": self.learning_rate,
-            **combined_metrics(self.results),
-        }
+    whole_segments: bool
 
 
 class Trainer:
     """Owns the policy being trained. `version` counts batches trained on: the version that a push would carry.
 
-    `reference` is the frozen policy of the KL term; without one `settings.loss.beta` must be 0. Raises ModelError for an
-    architecture that can't be trained on packed rows.
+    `reference` is the frozen policy of the KL term; without one `settings.loss.beta` must be 0. With several `ranks`, each has
+    the same model: rank 0 calls `train` and at last `end`, the others `serve`.
+
+    Raises ModelError for an architecture that can't be trained on packed rows, TrainingError for ranks whose weights differ.
     """
 
     def __init__(
-        self, model: torch.nn.Module, settings: TrainerSettings, *, reference: torch.nn.Module | None = None, version: int = 0
+        self,
+        model: torch.nn.Module,
+        settings: TrainerSettings,
+        *,
+        reference: torch.nn.Module | None = None,
+        version: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
         assert reference is not None or settings.loss.beta == 0, "a KL term needs a reference"
         self.model = model.eval()
@@ -79,6 +68,8 @@ class Trainer:
         self.optimizer_step = 0
         self._device = next(model.parameters()).device
         self._optimizer = build_optimizer(model, settings)
+        self._ranks: Ranks = ranks or Alone()
+        self._refuse_different("weights", sum(checksum(tensor) for tensor in self.weights().values()) if ranks else 0)
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Every tensor an engine needs, by name."""
@@ -92,51 +83,66 @@ class Trainer:
 
         Raises:
             NonFiniteError: a loss, a log-probability or a gradient is nan or inf; the weights are those before the step.
+            RankError: another rank ended or is late.
         """
-        # Dropout stays off: the policy that is trained is the one that sampled.
-        self.model.eval()
-        several = self.settings.num_iterations * len(batches) > 1
-        prepared = [self._prepare(batch, keep_old=several) for batch in batches]
-        record = _Record()
-        for _ in range(self.settings.num_iterations):
-            for batch in prepared:
-                self._forward_backward(batch, record)
-                self._optim_step(record)
-        self.version += 1
-        return {
-            **record.metrics(),
-            "policy_age": float(np.average([b.policy_age for b in prepared], weights=[b.num_trained_tokens for b in prepared])),
-        }
+        shares = share_out(batches, self._ranks.size, self.settings, on_policy=not self._several(len(batches)))
+        self._ranks.tell(_TRAIN, [to_bytes(share) for share in shares[1:]])
+        return self._train(shares[0])
+
+    def serve(self) -> None:
+        """On ranks other than 0: train on whatever share comes, until rank 0 ends. Raises what `train` raises."""
+        while True:
+            word, payload = self._ranks.hear()
+            if word == _END:
+                return
+            if word != _TRAIN:
+                raise RankError(f"rank 0 said {word!r}, which no rank knows; all ranks must run the same version of Polyturn")
+            self._train(from_bytes(payload))
+
+    def end(self) -> None:
+        """On rank 0: let the others go."""
+        self._ranks.tell(_END)
 
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
         """Add the gradient of `batch` to the parameters, as one on-policy optimizer step would. Raises NonFiniteError."""
+        (shares,) = share_out([batch], 1, self.settings, on_policy=True)
         self.model.eval()
-        record = _Record()
-        self._forward_backward(self._prepare(batch, keep_old=False), record)
-        return record.metrics()
+        record = Record()
+        self._forward_backward(self._prepare(shares[0], record, keep_old=False), record)
+        return record.metrics([record.note()])
 
     def optim_step(self) -> None:
         """Clip, step, clear the gradient. Raises NonFiniteError before it touches the weights."""
-        self._optim_step(_Record())
+        self._optim_step(Record())
 
     # ── inside ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _prepare(self, batch: TrainBatch, *, keep_old: bool) -> _Prepared:
-        weights = token_weights(
-            required(self.settings.loss.aggregation, "aggregation"),
-            np.concatenate([row.trajectory_index[row.loss_mask] for row in batch.rows]),
-            planned_trajectories=batch.planned_trajectories,
-            fixed_length=required(self.settings.loss.fixed_length, "fixed_length"),
-        )
-        rows = [to_tensors(row, self._device) for row in batch.rows]
-        ages = np.concatenate([self.version - row.policy_version[row.loss_mask] for row in batch.rows])
+    def _several(self, num_batches: int) -> bool:
+        return self.settings.num_iterations * num_batches > 1
+
+    def _train(self, shares: Sequence[Share]) -> dict[str, float]:
+        # Dropout stays off: the policy that is trained is the one that sampled.
+        self.model.eval()
+        record = Record()
+        prepared = [self._prepare(share, record, keep_old=self._several(len(shares))) for share in shares]
+        for _ in range(self.settings.num_iterations):
+            for share in prepared:
+                self._forward_backward(share, record)
+                self._optim_step(record)
+        self.version += 1
+        return record.metrics(self._ranks.gather(record.note(), "the metrics of a step"))
+
+    def _prepare(self, share: Share, record: Record, *, keep_old: bool) -> _Prepared:
+        rows = [to_tensors(row, self._device) for row in share.rows]
+        for row in share.rows:
+            ages = self.version - row.policy_version[row.loss_mask]
+            record.ages.append((float(ages.sum()), len(ages)))
         return _Prepared(
             rows=rows,
-            token_weights=_cut(torch.from_numpy(weights).float().to(self._device), rows),
+            token_weights=[torch.from_numpy(weights).to(self._device) for weights in share.token_weights],
             old_logprobs=_score(self.model, rows) if keep_old else None,
             reference_logprobs=None if self._reference is None else _score(self._reference, rows),
-            policy_age=float(ages.mean()),
-            num_trained_tokens=len(ages),
+            whole_segments=share.whole_segments,
         )
 
     def _whole_segments(self, batch: _Prepared) -> tuple[list[Tensor], list[Tensor]] | None:
@@ -144,24 +150,32 @@ class Trainer:
 
         Costs an extra forward, since a mean over the tokens of one row would be another number.
         """
-        loss = self.settings.loss
-        trajectories = [set(row.trajectory_index_N.tolist()) for row in batch.rows]
-        apart = len(set().union(*trajectories)) == sum(map(len, trajectories))
-        if apart or not needs_whole_segments(loss, on_policy=batch.old_logprobs is None):
+        if not batch.whole_segments:
             return None
-        now_N = torch.cat(_score(self.model, batch.rows))
-        old_N = now_N if batch.old_logprobs is None else torch.cat(batch.old_logprobs)
-        engine_N = torch.cat([row.engine_logprobs_N for row in batch.rows])
-        indices = {
-            "trajectory_index_N": torch.cat([row.trajectory_index_N for row in batch.rows]),
-            "turn_index_N": torch.cat([row.turn_index_N for row in batch.rows]),
-        }
-        ratio_N = segment_log_ratio(now_N - old_N, required(loss.ratio_level, "ratio_level"), **indices)
-        weight_N = sampler_weights(old_N - engine_N, loss, **indices)
-        return _cut(ratio_N, batch.rows), _cut(weight_N, batch.rows)
+        loss, rows = self.settings.loss, batch.rows
+        now = _score(self.model, rows)
+        columns = (
+            [now, now if batch.old_logprobs is None else batch.old_logprobs, [row.engine_logprobs_N for row in rows]],
+            [[row.trajectory_index_N for row in rows], [row.turn_index_N for row in rows]],
+        )
+        (now_N, old_N, engine_N), (trajectory_N, turn_N) = (
+            [self._whole_column(column, kind) for column in group]
+            for group, kind in zip(columns, (torch.float32, torch.int64), strict=True)
+        )
+        indices = {"trajectory_index_N": trajectory_N[0], "turn_index_N": turn_N[0]}
+        ratio_N = segment_log_ratio(now_N[0] - old_N[0], required(loss.ratio_level, "ratio_level"), **indices)
+        weight_N = sampler_weights(old_N[0] - engine_N[0], loss, **indices)
+        own = slice(now_N[1], now_N[1] + sum(len(row.targets_N) for row in rows))
+        return _cut(ratio_N[own], rows), _cut(weight_N[own], rows)
 
-    def _forward_backward(self, batch: _Prepared, record: _Record) -> None:
+    def _whole_column(self, of_rows: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, int]:
+        """Values of this rank's rows between those of the other ranks', and where its own begin."""
+        own_N = torch.cat(list(of_rows)) if of_rows else torch.zeros(0, dtype=dtype, device=self._device)
+        return self._ranks.concatenate(own_N, "the log-probabilities of whole segments")
+
+    def _forward_backward(self, batch: _Prepared, record: Record) -> None:
         segments = self._whole_segments(batch)
+        losses = []
         for index, row in enumerate(batch.rows):
             logprobs_N, entropy_N = trained_logprobs(self.model, row)
             inputs = LossInputs(
@@ -179,23 +193,48 @@ class Trainer:
             result = policy_loss(inputs, self.settings.loss)
             result.loss.backward()  # type: ignore[no-untyped-call]
             record.results.append(result)
-            record.losses.append(result.loss.detach())
+            losses.append(result.loss.detach())
             record.entropies.append(entropy_N)
         # One look per optimizer step: reading a number waits for the device.
-        total = torch.stack(record.losses[-len(batch.rows) :]).sum()
+        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
+        record.losses.append(total.clone())
+        self._ranks.sum_in_place([total], f"the loss of optimizer step {self.optimizer_step}")
         self._refuse_non_finite("loss", total)
 
-    def _optim_step(self, record: _Record) -> None:
+    def _optim_step(self, record: Record) -> None:
         record.learning_rate = learning_rate_at(self.optimizer_step, self.settings)
         for group in self._optimizer.param_groups:
             group["lr"] = record.learning_rate
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._sum_gradients(trainable)
         norm = torch.nn.utils.clip_grad_norm_(trainable, self.settings.max_grad_norm)
         self._refuse_non_finite("gradient norm", norm)
+        if self.optimizer_step == 0:
+            self._refuse_different("gradient norm of the first step", float(norm) if self._ranks.size > 1 else 0.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.optimizer_step += 1
         record.grad_norms.append(norm.detach())
+
+    def _sum_gradients(self, trainable: Sequence[torch.nn.Parameter]) -> None:
+        """Add up the ranks' gradients; a rank without rows adds zeros, so that nobody waits for it in vain."""
+        if self._ranks.size == 1:
+            return
+        for parameter in trainable:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in trainable if parameter.grad is not None]
+        self._ranks.sum_in_place(gradients, f"the gradients of optimizer step {self.optimizer_step}")
+
+    def _refuse_different(self, what: str, value: float) -> None:
+        """Raise TrainingError unless all ranks have the same value."""
+        values = self._ranks.gather(value, f"the {what} of all ranks")
+        wrong = [rank for rank, other in enumerate(values) if other != values[0]]
+        if wrong:
+            raise TrainingError(
+                f"the {what} differs between rank 0 ({values[0]}) and rank {wrong[0]} ({values[wrong[0]]}): they would train "
+                "two policies; give every rank the same model folder, and the same kind of device"
+            )
 
     def _refuse_non_finite(self, what: str, value: Tensor) -> None:
         if not torch.isfinite(value):

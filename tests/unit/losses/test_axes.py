@@ -15,7 +15,7 @@ from polyturn.errors import ConfigError
 from polyturn.losses import (
     LossInputs,
     LossResult,
-    combined_metrics,
+    Totals,
     needs_whole_segments,
     policy_loss,
     sampler_weights,
@@ -111,7 +111,7 @@ def test_two_sided_clips_what_moved_far_enough() -> None:
     loss, grad, result = run(off_policy(), loss_options(clip_low=0.2, clip_high=0.28))
     assert loss == pytest.approx(3.52)
     assert grad == pytest.approx([0.0, 1.5, -0.5, 0.0, 3.0])
-    numbers = combined_metrics([result])
+    numbers = Totals.of([result]).metrics()
     assert numbers["clipped_low"] == pytest.approx(1 / 5)
     assert numbers["clipped_high"] == pytest.approx(1 / 5)
 
@@ -121,7 +121,7 @@ def test_delta_caps_the_ratio_of_negative_advantages() -> None:
     loss, grad, result = run(off_policy(), loss_options(clip_low=0.2, clip_high=0.28, delta=2.0))
     assert loss == pytest.approx(2.52)
     assert grad == pytest.approx([0.0, 1.5, -0.5, 0.0, 0.0])
-    assert combined_metrics([result])["clipped_high"] == pytest.approx(2 / 5)
+    assert Totals.of([result]).metrics()["clipped_high"] == pytest.approx(2 / 5)
 
 
 def test_cispo_caps_the_weight_and_keeps_every_gradient() -> None:
@@ -130,8 +130,8 @@ def test_cispo_caps_the_weight_and_keeps_every_gradient() -> None:
     weighted = [-1.5, 1.5, -0.5, 0.5, 2.0]
     assert loss == pytest.approx(sum(w * log(0.1 * r) for w, r in zip(weighted, RATIOS, strict=True)))
     assert grad == pytest.approx(weighted)
-    assert combined_metrics([result])["clipped_high"] == pytest.approx(1 / 5)
-    assert combined_metrics([result])["clipped_low"] == 0.0
+    assert Totals.of([result]).metrics()["clipped_high"] == pytest.approx(1 / 5)
+    assert Totals.of([result]).metrics()["clipped_low"] == 0.0
 
 
 def test_sapo_gates_softly_by_the_sign_of_the_advantage() -> None:
@@ -213,7 +213,7 @@ def test_sampler_weights_by_hand(correction: str, level: str, bounds: dict[str, 
     loss, grad, result = run(inputs, loss_options(sampler_correction=correction, sampler_level=level, **bounds))
     assert grad == pytest.approx([-w for w in weights])
     assert loss == pytest.approx(-sum(weights))
-    numbers = combined_metrics([result])
+    numbers = Totals.of([result]).metrics()
     assert numbers["sampler_masked"] == pytest.approx(weights.count(0.0) / 3)
     assert numbers["sampler_weight"] == pytest.approx(sum(weights) / 3)
     assert numbers["sampler_weight_max"] == pytest.approx(max(weights))
@@ -237,7 +237,7 @@ def test_a_given_sampler_weight_is_used_as_it_is() -> None:
     inputs = replace(make_inputs(advantages=[1.0] * 3, **RHO), sampler_weight_N=torch.tensor([0.0, 0.5, 3.0]).double())
     _, grad, result = run(inputs, loss_options(sampler_correction="tis", sampler_level="sequence"))
     assert grad == pytest.approx([0.0, -0.5, -3.0])
-    assert combined_metrics([result])["sampler_masked"] == pytest.approx(1 / 3)
+    assert Totals.of([result]).metrics()["sampler_masked"] == pytest.approx(1 / 3)
 
 
 # --- KL ---------------------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_kl_by_hand() -> None:
     loss, grad, result = run(inputs, loss_options(beta=0.1, kl_times_ratio=False))
     assert loss == pytest.approx(0.1 * (log(2) - 0.5))
     assert grad == pytest.approx([0.05])
-    assert combined_metrics([result])["kl"] == pytest.approx(log(2) - 0.5)
+    assert Totals.of([result]).metrics()["kl"] == pytest.approx(log(2) - 0.5)
     inputs = make_inputs(logs(0.4), [0.0], old=logs(0.5), reference=logs(0.2))
     loss, grad, _ = run(inputs, loss_options(beta=0.1))
     assert loss == pytest.approx(0.08 * (log(2) - 0.5))
@@ -287,7 +287,7 @@ def test_the_gradient_with_the_ratio_is_that_of_the_kl() -> None:
 def test_mismatch_metrics() -> None:
     # log gaps log 1.2, log .4, log 5; k3 = x - 1 - log x
     _, _, result = run(make_inputs(advantages=[0.0] * 3, **RHO), loss_options())
-    numbers = combined_metrics([result])
+    numbers = Totals.of([result]).metrics()
     assert numbers["mismatch"] == pytest.approx((log(1.2) - log(0.4) + log(5)) / 3)
     assert numbers["mismatch_max"] == pytest.approx(log(5))
     assert numbers["mismatch_kl"] == pytest.approx((1.2 + 0.4 + 5 - 3 - log(1.2 * 0.4 * 5)) / 3)
@@ -299,11 +299,11 @@ def test_metrics_of_micro_batches_add_up() -> None:
     one = policy_loss(make_inputs([-1.0], [1.0], engine=[-1.5]), loss_options(sampler_correction="tis"))
     three = policy_loss(make_inputs([-2.0] * 3, [1.0] * 3, engine=[-2.1] * 3), loss_options(sampler_correction="tis"))
     none = policy_loss(make_inputs([], []), loss_options(sampler_correction="tis"))
-    numbers = combined_metrics([one, three, none])
+    numbers = Totals.of([one, three, none]).metrics()
     assert numbers["logprob"] == pytest.approx((-1.0 - 6.0) / 4)
     assert numbers["mismatch_max"] == pytest.approx(0.5)
     assert numbers["sampler_weight_max"] == pytest.approx(exp(0.5))
-    assert combined_metrics([none]) == {}
+    assert Totals.of([none]).metrics() == {}
     assert not any(tensor.requires_grad for pair in one.metrics.values() for tensor in pair)
 
 
@@ -317,7 +317,7 @@ def test_log_probabilities_far_apart_stay_finite(preset: str, gap: float) -> Non
             dtype=torch.float32,
         )  # fmt: skip
         loss, grad, result = run(inputs, loss_options(preset, beta=0.1, sampler_correction="tis", sampler_level="sequence"))
-        assert np.isfinite([loss, *grad, *combined_metrics([result]).values()]).all()
+        assert np.isfinite([loss, *grad, *Totals.of([result]).metrics().values()]).all()
 
 
 def test_a_given_segment_ratio_far_out_stays_finite() -> None:

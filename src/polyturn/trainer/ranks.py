@@ -1,0 +1,201 @@
+"""The ranks of a training run: they sum gradients, compare notes, and hear from rank 0 what to do.
+
+Rank 0 drives. Between two steps the others wait for its next word; while it rolls out it says so every few seconds, so that a
+driver that has gone silent is noticed. Numbers of the CPU and all words travel over gloo, gradients of GPUs over NCCL. A
+collective that does not come about within its deadline is a RankError that says which one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from polyturn.errors import RankError
+
+Waiting: TypeAlias = Callable[[str, float], AbstractContextManager[None]]
+"""Notes a wait for others to see, as `Heartbeat.waiting` does."""
+
+_BUCKET_BYTES = 64 << 20
+_WORDS_PER_DEADLINE = 4
+
+
+class Ranks(Protocol):
+    """What a trainer asks of its group."""
+
+    rank: int
+    size: int
+
+    def sum_in_place(self, tensors: Sequence[Tensor], what: str) -> None:
+        """Replace every tensor by its sum over the ranks. Raises RankError."""
+
+    def concatenate(self, tensor_N: Tensor, what: str) -> tuple[Tensor, int]:
+        """The ranks' tensors laid end to end, and where this rank's begins. Raises RankError."""
+
+    def gather(self, note: Any, what: str) -> list[Any]:
+        """The JSON values of all ranks, in order, on every rank. Raises RankError."""
+
+    def tell(self, word: str, payloads: Sequence[bytes] | None = None) -> None:
+        """From rank 0: one word to each other rank, with a payload of its own. Raises RankError."""
+
+    def hear(self) -> tuple[str, bytes]:
+        """On the other ranks: the next word that is not `wait`, and its payload. Raises RankError."""
+
+
+class Alone:
+    """The group of a run with one rank."""
+
+    rank = 0
+    size = 1
+
+    def sum_in_place(self, tensors: Sequence[Tensor], what: str) -> None:
+        """Nothing to add."""
+
+    def concatenate(self, tensor_N: Tensor, what: str) -> tuple[Tensor, int]:
+        """The tensor itself."""
+        return tensor_N, 0
+
+    def gather(self, note: Any, what: str) -> list[Any]:
+        """The value itself."""
+        return [note]
+
+    def tell(self, word: str, payloads: Sequence[bytes] | None = None) -> None:
+        """Nobody listens."""
+
+    def hear(self) -> tuple[str, bytes]:
+        """Raises RankError: there is no driver but this rank."""
+        raise RankError("a run with one rank has nobody to hear from")
+
+
+class ProcessRanks:
+    """Ranks in processes of their own, joined through the variables that torchrun sets."""
+
+    def __init__(self, *, deadline_s: float, waiting: Waiting | None = None) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self._group = dist.new_group(timeout=datetime.timedelta(seconds=deadline_s))
+        self._deadline_s = deadline_s
+        self._waiting = waiting or (lambda what, seconds: nullcontext())
+        self._speaking = threading.Lock()
+        self._ended = threading.Event()
+        if self.rank == 0:
+            threading.Thread(target=self._keep_speaking, name="keeps the ranks waiting", daemon=True).start()
+
+    @classmethod
+    def join(cls, *, deadline_s: float, start_deadline_s: float, waiting: Waiting | None = None) -> ProcessRanks:
+        """Join the others. Raises RankError when they don't all come within `start_deadline_s`, or a variable is missing."""
+        waiting = waiting or (lambda what, seconds: nullcontext())
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        with _named("all ranks to join", waiting, start_deadline_s, "its deadline"):
+            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=start_deadline_s))
+            dist.barrier()
+        return cls(deadline_s=deadline_s, waiting=waiting)
+
+    def leave(self) -> None:
+        """End the group, without waiting for anybody."""
+        self._ended.set()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def sum_in_place(self, tensors: Sequence[Tensor], what: str) -> None:
+        """See `Ranks.sum_in_place`. Sent in buckets, so that many small tensors cost as little as few large ones."""
+        with self._collective(what):
+            for bucket in _buckets(tensors):
+                flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+                dist.all_reduce(flat, group=self._group)
+                for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+                    tensor.copy_(part.view_as(tensor))
+
+    def concatenate(self, tensor_N: Tensor, what: str) -> tuple[Tensor, int]:
+        """See `Ranks.concatenate`."""
+        with self._collective(what):
+            lengths = [torch.zeros(1, dtype=torch.int64, device=tensor_N.device) for _ in range(self.size)]
+            dist.all_gather(lengths, torch.tensor([len(tensor_N)], device=tensor_N.device), group=self._group)
+            counts = [int(length) for length in lengths]
+            # Padded to the longest: an all-gather takes equal shapes.
+            padded = tensor_N.new_zeros(max(counts))
+            padded[: len(tensor_N)] = tensor_N
+            parts = [torch.empty_like(padded) for _ in range(self.size)]
+            dist.all_gather(parts, padded, group=self._group)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]), sum(counts[: self.rank])
+
+    def gather(self, note: Any, what: str) -> list[Any]:
+        """See `Ranks.gather`."""
+        own = torch.frombuffer(bytearray(json.dumps(note).encode()), dtype=torch.uint8)
+        together, _ = self.concatenate(torch.cat([own, torch.tensor([ord("\n")], dtype=torch.uint8)]), what)
+        return [json.loads(line) for line in bytes(together.numpy()).splitlines()]
+
+    def tell(self, word: str, payloads: Sequence[bytes] | None = None) -> None:
+        """See `Ranks.tell`."""
+        with self._speaking, self._collective(f"{word!r} to be heard"):
+            for rank in range(1, self.size):
+                self._send(rank, word.encode())
+                self._send(rank, payloads[rank - 1] if payloads else b"")
+
+    def hear(self) -> tuple[str, bytes]:
+        """See `Ranks.hear`."""
+        while True:
+            with self._collective("the driver's next word"):
+                word, payload = self._receive().decode(), self._receive()
+            if word != "wait":
+                return word, payload
+
+    def _send(self, rank: int, data: bytes) -> None:
+        dist.send(torch.tensor([len(data)]), rank, group=self._group)
+        if data:
+            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, group=self._group)
+
+    def _receive(self) -> bytes:
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.recv(length, 0, group=self._group)
+        data = torch.empty(int(length), dtype=torch.uint8)
+        if len(data):
+            dist.recv(data, 0, group=self._group)
+        return bytes(data.numpy())
+
+    def _keep_speaking(self) -> None:
+        while not self._ended.wait(self._deadline_s / _WORDS_PER_DEADLINE):
+            try:
+                self.tell("wait")
+            except RankError:
+                return  # the next thing that the driver itself asks of the ranks says what is wrong
+
+    def _collective(self, what: str) -> AbstractContextManager[None]:
+        return _named(
+            f"{what} (rank {self.rank} of {self.size})", self._waiting, self._deadline_s, "trainer.collective_deadline_s"
+        )
+
+
+@contextmanager
+def _named(what: str, waiting: Waiting, deadline_s: float, key: str) -> Iterator[None]:
+    """Turn what torch raises, when a rank is gone or late, into a RankError that names the wait."""
+    try:
+        with waiting(what, deadline_s):
+            yield
+    except (RuntimeError, ValueError, ConnectionError, TimeoutError) as error:  # torch's own are RuntimeErrors
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RankError(
+            f"waited for {what} and lost it: {first}; another rank ended, or took longer than {key}={deadline_s:g}"
+        ) from error
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one type and device, in order, up to a bucket's bytes together."""
+    bucket: list[Tensor] = []
+    held = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if bucket and (held + size > _BUCKET_BYTES or (tensor.dtype, tensor.device) != (bucket[0].dtype, bucket[0].device)):
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(tensor)
+        held += size
+    if bucket:
+        yield bucket
