@@ -7,12 +7,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import transformers
 
 from parts.models import same_bits, snapshot
-from parts.runs import child_environment
+from parts.runs import Bench, child_environment, read_jsonl
 
 # ── eval ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -151,7 +152,8 @@ def test_env_check_exit_codes(bench, words, code, says):
 # ── Ctrl-C ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_ctrl_c_ends_a_run_with_130_and_no_traceback(bench):
+def interrupted(bench: Bench, number: signal.Signals, times: int) -> tuple[int, str, str]:
+    """Exit code and output of a long run that gets `number` after its second step."""
     argv = [sys.executable, "-m", "polyturn", "train", str(bench.recipe), f"run.output_dir={bench.runs}", "run.steps=100000"]
     with subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_environment(), start_new_session=True
@@ -160,7 +162,27 @@ def test_ctrl_c_ends_a_run_with_130_and_no_traceback(bench):
         for line in run.stdout:
             if line.startswith("step=2 "):
                 break
-        run.send_signal(signal.SIGINT)
-        _, err = run.communicate(timeout=60)
-    assert run.returncode == 130, err
-    assert err == "polyturn: interrupted\n"
+        for _ in range(times):
+            run.send_signal(number)
+            time.sleep(0.001)  # two at once may arrive as one
+        out, err = run.communicate(timeout=60)
+    return run.returncode, out, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_saves_and_ends(bench, number):
+    code, out, err = interrupted(bench, number, 1)
+    assert (code, err) == (0, "")
+    (done,) = re.findall(rf"stopped by {number.name} after (\d+) of 100000 steps", out)
+    folder = bench.runs / "short"
+    assert int(done) == read_jsonl(folder / "metrics.jsonl")[-1]["step"], (
+        "the step that was under way has ended, no other began"
+    )
+    assert (folder / "export" / "model.safetensors").is_file()
+    assert bench("eval", "--model", str(folder / "export"), "evaluation.episodes=2").code == 0
+
+
+def test_the_second_signal_ends_at_once(bench):
+    code, _, err = interrupted(bench, signal.SIGINT, 40)
+    assert code == 130, err
+    assert "Traceback" not in err

@@ -152,17 +152,14 @@ def forget_all_but_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def weigh_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sequence mean, as it comes out when every row counts its own trajectories."""
-    whole = Trainer._prepare
+    whole = trainer.share_out
 
-    def prepare(self: Trainer, batch: Any, *, keep_old: bool) -> Any:
-        parts = [whole(self, replace(batch, rows=(row,)), keep_old=keep_old) for row in batch.rows]
-        return replace(
-            parts[0],
-            rows=[row for part in parts for row in part.rows],
-            token_weights=[weights for part in parts for weights in part.token_weights],
-        )
+    def share_out(batches: Any, *arguments: Any, **options: Any) -> Any:
+        (batch,) = batches
+        parts = [whole([replace(batch, rows=(row,))], *arguments, **options)[0][0] for row in batch.rows]
+        return [[replace(parts[0], rows=batch.rows, token_weights=tuple(part.token_weights[0] for part in parts))]]
 
-    monkeypatch.setattr(Trainer, "_prepare", prepare)
+    monkeypatch.setattr(trainer, "share_out", share_out)
 
 
 @pytest.mark.parametrize("break_it", [normalise_by_row, forget_all_but_the_last_row, weigh_by_row, let_rows_mix])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,6 @@ from polyturn.cli.recipe_args import add_recipe, read_recipe
 
 if TYPE_CHECKING:
     from polyturn.loop.check import Checked
-    from polyturn.loop.sync import Outcome
 
 
 def register(verbs: Any) -> None:
@@ -56,32 +54,14 @@ def _dry_run(checked: Checked) -> int:
 
 
 def _train(checked: Checked) -> int:
-    import asyncio
-
-    from polyturn.config.schema import filled
-    from polyturn.loop.build import quiet_libraries
-    from polyturn.loop.sync import train_recipe
-    from polyturn.metrics.logs import set_up_logging
+    from polyturn.config.resolve import write_resolved
+    from polyturn.loop.place import alone
+    from polyturn.loop.roles import train_here
     from polyturn.metrics.run_folder import RunFolder
-    from polyturn.metrics.sinks import ConsoleSink, JsonlSink, MetricsLog, ProgressSink
 
     recipe = checked.recipe
-    set_up_logging(recipe.run.log_level)
-    quiet_libraries()
     folder = RunFolder.create(recipe.run.output_dir, recipe.run.name)
-    print(f"run folder: {folder.root}")
-
-    async def whole() -> Outcome:
-        with MetricsLog([JsonlSink(folder.metrics), ConsoleSink(), ProgressSink(filled(recipe.run.steps))]) as log:
-            return await train_recipe(checked, folder, log, partial(print, flush=True))
-
-    _report(asyncio.run(whole()))
-    return 0
-
-
-def _report(outcome: Outcome) -> None:
-    for mode, after in outcome.after.items():
-        before = outcome.before[mode]
-        print(f"held-out success, {mode}: before {before.success}, after {after.success}")
-    print(f"run: {outcome.folder}")
-    print(f"exported model: {outcome.export}")
+    write_resolved(checked.resolved, folder.recipe)
+    print(f"run folder: {folder.root}", flush=True)
+    with alone(folder.root) as place:
+        return train_here(checked, folder, place)

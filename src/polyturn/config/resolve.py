@@ -43,7 +43,7 @@ def resolve(recipe: Recipe, *, num_train_tasks: int | None) -> Resolved:
     """
     reasons: dict[str, str] = {}
     problems: list[str] = list(_refusals(recipe))
-    for derive in (_length, _tasks, _learning_rate, _row_tokens, _warmup, _loss):
+    for derive in (_length, _tasks, _learning_rate, _row_tokens, _warmup, _weight_sync, _loss):
         try:
             recipe = derive(recipe, num_train_tasks, reasons)
         except ConfigError as error:
@@ -91,6 +91,11 @@ def _refusals(recipe: Recipe) -> Iterator[str]:
         yield (
             f"rollout.max_turn_tokens={rollout.max_turn_tokens}: one turn can't be longer than the trajectory, "
             f"rollout.max_trajectory_tokens={rollout.max_trajectory_tokens}; set max_turn_tokens to that or less"
+        )
+    if recipe.engine.deterministic and recipe.engine.kind != "hf":
+        yield (
+            f"engine.deterministic=true: a server forms its batches by arrival (engine.kind={recipe.engine.kind}); "
+            "use engine.kind=hf, or remove it"
         )
     if trainer.optimizer_steps_per_batch > rollout.groups_per_step:
         yield (
@@ -182,13 +187,27 @@ def _warmup(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]
     return recipe
 
 
+def _weight_sync(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
+    """How the weights reach the engine follows from where it is; what can't reach it is refused."""
+    kind, mode = recipe.engine.kind, recipe.weight_sync.mode
+    fits, where = ("in_process", "in the driver's process") if kind == "hf" else ("nccl", "in processes of its own")
+    if mode == "auto":
+        reasons["weight_sync.mode"] = f"the engine is {where} (engine.kind={kind})"
+        return _with(recipe, "weight_sync", mode=fits)
+    if mode != fits:
+        raise ConfigError(
+            f"weight_sync.mode={mode} can't reach an engine that is {where} (engine.kind={kind}); use {fits}, or auto"
+        )
+    return recipe
+
+
 def _loss(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
     """Every axis of the loss: from the recipe, else from its preset, else from engine and token budget."""
     from polyturn.config.presets import resolve_loss
 
     rollout, algorithm, every_steps = recipe.rollout, recipe.algorithm, recipe.weight_sync.every_steps
     budget = batch_arithmetic(recipe, num_train_tasks).max_sampled_tokens_per_trajectory
-    in_step = recipe.engine.kind == "hf" and every_steps == 1
+    in_step = recipe.engine.kind in ("hf", "hf_server") and every_steps == 1
     given = algorithm.loss_options
     filled: LossOptions = resolve_loss(
         algorithm.loss, given, fixed_length=budget, default_correction="none" if in_step else "tis"

@@ -17,12 +17,14 @@ from polyturn.engine.hf import HfEngine
 from polyturn.environments.base import Environment
 from polyturn.errors import ConfigError, ModelError
 from polyturn.loop.check import chat_template, refuse_short_context
+from polyturn.loop.place import Place
 from polyturn.loop.tiny import ensure_tiny
 from polyturn.models.folder import SMOLLM2, TINY, max_positions, model_folder
 from polyturn.models.load import load_model
 from polyturn.models.smollm2 import ensure_smollm2
 from polyturn.processes.threads import in_thread_within
 from polyturn.rendering.renderer import Renderer
+from polyturn.trainer.ranks import Ranks
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.trainer import Trainer
 from polyturn.weight_sync.base import WeightBridge
@@ -56,9 +58,12 @@ class Policy:
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is a GPU where there is one. Raises ConfigError for a device that isn't there."""
+    """`auto` is a GPU where there is one, the rank's own of several ranks. Raises ConfigError for a device that isn't there."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        own = os.environ.get("LOCAL_RANK")  # torchrun's
+        return torch.device("cuda" if own is None else f"cuda:{own}")
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -106,8 +111,8 @@ def build_engine(recipe: Recipe, model: torch.nn.Module) -> HfEngine:
     return HfEngine(model, max_batch_size=recipe.engine.max_batch_size, pad_id=pad if isinstance(pad, int) else 0)
 
 
-def build_trainer(recipe: Recipe, model: torch.nn.Module) -> Trainer:
-    """The trainer of a resolved recipe."""
+def build_trainer(recipe: Recipe, model: torch.nn.Module, ranks: Ranks | None = None) -> Trainer:
+    """The trainer of a resolved recipe, or one rank of it."""
     trainer = recipe.trainer
     settings = TrainerSettings(
         learning_rate=filled(trainer.learning_rate),
@@ -124,11 +129,11 @@ def build_trainer(recipe: Recipe, model: torch.nn.Module) -> Trainer:
         num_iterations=trainer.num_iterations,
     )
     reference = copy.deepcopy(model).requires_grad_(False) if settings.loss.beta > 0 else None
-    return Trainer(model, settings, reference=reference)
+    return Trainer(model, settings, reference=reference, ranks=ranks)
 
 
-def build_engine_and_bridge(recipe: Recipe, trainer: Trainer) -> tuple[Engine, WeightBridge]:
-    """An engine with a copy of the policy, and the bridge that keeps the copy up to date."""
+def build_engine_and_bridge(recipe: Recipe, trainer: Trainer, place: Place) -> tuple[Engine, WeightBridge]:
+    """An engine with a copy of the policy, in this process or at its peers, and the bridge that keeps the copy up to date."""
     engine = build_engine(recipe, copy.deepcopy(trainer.model))
     bridge = InProcessBridge(
         trainer.weights,

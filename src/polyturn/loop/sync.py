@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 
 from polyturn.advantages.base import GroupAdvantages
-from polyturn.config.resolve import write_resolved
 from polyturn.config.schema import filled
 from polyturn.data.stream import Stream
 from polyturn.engine.base import Engine
@@ -25,7 +24,9 @@ from polyturn.loop.build import Policy, build_engine_and_bridge, build_trainer, 
 from polyturn.loop.check import Checked, chat_template
 from polyturn.loop.evaluate import Evaluation, evaluate
 from polyturn.loop.openings import refuse_hidden_tools, refuse_long_openings
+from polyturn.loop.place import Place, unseen
 from polyturn.loop.step import BatchReport, DropGuard, build_batches, make_groups, player_for
+from polyturn.loop.stopping import Stopping, StopRequested
 from polyturn.loop.tasks import authors_code, open_stream
 from polyturn.metrics.run_folder import RunFolder
 from polyturn.metrics.sinks import MetricsLog
@@ -57,6 +58,8 @@ class Run:
     guard: DropGuard
     spans: Spans
     say: Callable[[str], None]
+    stopping: Stopping
+    place: Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,28 +68,43 @@ class Outcome:
 
     before: dict[str, Evaluation]
     after: dict[str, Evaluation]
+    """Empty after a stop."""
     folder: Path
     export: Path
+    steps_done: int
+    stopped_by: str | None
+    """Name of the signal that ended the run early."""
 
 
-async def train_recipe(checked: Checked, folder: RunFolder, log: MetricsLog, say: Callable[[str], None]) -> Outcome:
+async def train_recipe(
+    checked: Checked, folder: RunFolder, log: MetricsLog, say: Callable[[str], None], place: Place
+) -> Outcome:
     """Start the environment, put the run together, train. Raises what `build_run` and `train` raise."""
-    async with checked.opened():
-        return await train(await build_run(checked, folder, log, say))
+    async with Stopping(say) as stopping, checked.opened():
+        return await train(await build_run(checked, folder, log, say, stopping, place))
 
 
-async def build_run(checked: Checked, folder: RunFolder, log: MetricsLog, say: Callable[[str], None]) -> Run:
+async def build_run(
+    checked: Checked,
+    folder: RunFolder,
+    log: MetricsLog,
+    say: Callable[[str], None],
+    stopping: Stopping | None = None,
+    place: Place | None = None,
+) -> Run:
     """Load the policy and build trainer, engine and bridge around it; within `checked.opened()`.
 
+    Without `stopping` no signal is heeded, without `place` nobody sees what the run waits for.
     Raises UserError for what can't be loaded.
     """
+    place = place or unseen(folder.root)
     recipe = checked.recipe
     policy = await load_policy(recipe, checked.environment, say)
     refuse_long_openings(recipe, checked.train_tasks, policy.renderer)
     stream = open_stream(recipe, checked.train_tasks)
     refuse_hidden_tools(checked.environment, checked.train_tasks, policy.renderer)
-    trainer = build_trainer(recipe, policy.model)
-    engine, bridge = build_engine_and_bridge(recipe, trainer)
+    trainer = build_trainer(recipe, policy.model, place.join_ranks(recipe))
+    engine, bridge = build_engine_and_bridge(recipe, trainer, place)
     return Run(
         checked=checked,
         folder=folder,
@@ -99,37 +117,60 @@ async def build_run(checked: Checked, folder: RunFolder, log: MetricsLog, say: C
         guard=DropGuard(recipe.rollout.max_dropped_share, recipe.rollout.dropped_window_steps),
         spans=Spans(),
         say=say,
+        stopping=stopping or Stopping(say),
+        place=place,
     )
 
 
 async def train(run: Run) -> Outcome:
     """Train from the first step to the last, evaluate before and after, export the policy.
 
+    A stop that was asked for ends it after the step that is being trained, and exports that policy.
+
     Raises:
-        ResourceError: the engine, a push or a deadline was lost.
+        ResourceError: the engine, a push, a rank or a deadline was lost.
         TrainingError: a number was not finite, too much was dropped, or engine and trainer disagree.
     """
     recipe = run.checked.recipe
-    steps = filled(recipe.run.steps)
-    write_resolved(run.checked.resolved, run.folder.recipe)
+    before: dict[str, Evaluation] = {}
+    after: dict[str, Evaluation] = {}
+    stopped_by: str | None = None
     await run.engine.start()
     try:
         with LoopWatchdog(recipe.rollout.tool_deadline_s + LOOP_GRACE_S):
-            await run.bridge.push(run.trainer.version)
-            before = await evaluate_now(run, step=0)
-            for step in range(1, steps + 1):
-                await train_step(run, step)
-                every = recipe.evaluation.every_steps
-                if every is not None and step % every == 0 and step < steps:
-                    await evaluate_now(run, step=step)
-            await run.bridge.push(run.trainer.version)
-            after = await evaluate_now(run, step=steps)
+            await push(run)
+            before = await run.stopping.unless(evaluate_now(run, step=0))
+            await train_steps(run)
+            await push(run)
+            after = await run.stopping.unless(evaluate_now(run, step=filled(recipe.run.steps)))
+    except StopRequested:
+        stopped_by = run.stopping.requested
     finally:
         await run.engine.stop()
     export = partial(export_model, chat_template=chat_template(recipe))
     limit_s, what = recipe.trainer.step_deadline_s, f"the export of the model to {run.folder.export}"
-    await in_thread_within(limit_s, what, export, run.trainer.model, run.policy.folder, run.folder.export)
-    return Outcome(before=before, after=after, folder=run.folder.root, export=run.folder.export)
+    with run.place.waiting(what, limit_s):
+        await in_thread_within(limit_s, what, export, run.trainer.model, run.policy.folder, run.folder.export)
+    await in_thread_within(recipe.trainer.collective_deadline_s, "the other ranks to hear that it is over", run.trainer.end)
+    return Outcome(
+        before=before,
+        after=after,
+        folder=run.folder.root,
+        export=run.folder.export,
+        steps_done=run.trainer.version,
+        stopped_by=stopped_by,
+    )
+
+
+async def train_steps(run: Run) -> None:
+    """Every step, with the evaluations between them. Raises StopRequested, and what `train_step` raises."""
+    steps, every = filled(run.checked.recipe.run.steps), run.checked.recipe.evaluation.every_steps
+    for step in range(1, steps + 1):
+        await train_step(run, step)
+        if run.stopping.requested:
+            raise StopRequested
+        if every is not None and step % every == 0 and step < steps:
+            await run.stopping.unless(evaluate_now(run, step=step))
 
 
 async def train_step(run: Run, step: int) -> None:
@@ -138,8 +179,9 @@ async def train_step(run: Run, step: int) -> None:
     with authors_code(f"a training task of {run.checked.environment.name}"):
         tasks = run.stream.take(recipe.rollout.groups_per_step)
     player = player_for(recipe, run.checked.environment, run.policy.renderer, run.engine, f"train/{step}")
-    with spans.span("rollout"):
-        groups = await make_groups(recipe, player, tasks)
+    what = f"the rollout of step {step}: {len(tasks)} groups of {recipe.rollout.group_size}"
+    with spans.span("rollout"), run.place.waiting(what):
+        groups = await run.stopping.unless(make_groups(recipe, player, tasks))
     credit = run.checked.estimator(groups)
     batches, report = build_batches(recipe, groups, credit)
     save_trajectories(run, step, groups, credit)
@@ -149,7 +191,7 @@ async def train_step(run: Run, step: int) -> None:
     refuse_mismatch(run, metrics)
     if step % recipe.weight_sync.every_steps == 0:
         with spans.span("push"):
-            await run.bridge.push(run.trainer.version)
+            await push(run)
     metrics |= rollout_metrics(groups, report, batches) | spans.take()
     metrics["tokens_per_s"] = metrics["num_tokens"] / (time.perf_counter() - start)
     metrics["policy_version"] = run.engine.policy_version
@@ -161,8 +203,16 @@ async def train_batches(run: Run, batches: Sequence[TrainBatch]) -> dict[str, fl
     """The trainer's step, in a thread; nothing to do when every group was filtered out."""
     if not batches:
         return {}
-    limit_s = run.checked.recipe.trainer.step_deadline_s
-    return await in_thread_within(limit_s, "the trainer's step (trainer.step_deadline_s)", run.trainer.train, batches)
+    limit_s, what = run.checked.recipe.trainer.step_deadline_s, "the trainer's step (trainer.step_deadline_s)"
+    with run.place.waiting(what, limit_s):
+        return await in_thread_within(limit_s, what, run.trainer.train, batches)
+
+
+async def push(run: Run) -> None:
+    """Push the trainer's weights as its version."""
+    version, limit_s = run.trainer.version, run.checked.recipe.weight_sync.deadline_s
+    with run.place.waiting(f"weight push {version} (weight_sync.deadline_s)", limit_s):
+        await run.bridge.push(version)
 
 
 async def evaluate_now(run: Run, *, step: int) -> dict[str, Evaluation]:
@@ -172,15 +222,16 @@ async def evaluate_now(run: Run, *, step: int) -> dict[str, Evaluation]:
         return {}
     results: dict[str, Evaluation] = {}
     for mode in recipe.evaluation.modes:
-        results[mode] = await evaluate(
-            recipe,
-            checked.environment,
-            run.policy.renderer,
-            run.engine,
-            checked.eval_tasks,
-            mode=mode,
-            samples_per_task=recipe.evaluation.samples_per_task,
-        )
+        with run.place.waiting(f"the evaluation at step {step}, {mode}: {len(checked.eval_tasks)} tasks"):
+            results[mode] = await evaluate(
+                recipe,
+                checked.environment,
+                run.policy.renderer,
+                run.engine,
+                checked.eval_tasks,
+                mode=mode,
+                samples_per_task=recipe.evaluation.samples_per_task,
+            )
         run.log.write(step, results[mode].metrics())
     return results
 

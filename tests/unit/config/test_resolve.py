@@ -235,3 +235,22 @@ def test_an_argument_that_yaml_cannot_hold_is_named(tmp_path, value):
     made = recipe(environment={"id": "e", "args": {"x": value}})
     with pytest.raises(ConfigError, match=r"environment\.args\.x"):
         write_resolved(Resolved(recipe=made, reasons={}), tmp_path / "recipe.yaml")
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("hf", "in_process"), ("hf_server", "nccl")])
+def test_how_weights_are_pushed_follows_from_the_engine(kind, mode):
+    resolved = resolve(recipe(engine={"kind": kind}), num_train_tasks=None)
+    assert resolved.recipe.weight_sync.mode == mode
+    assert f"engine.kind={kind}" in resolved.reasons["weight_sync.mode"]
+    assert resolve(resolved.recipe, num_train_tasks=None).recipe == resolved.recipe
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("hf", "nccl"), ("hf_server", "in_process")])
+def test_a_push_that_can_not_reach_the_engine_is_refused(kind, mode):
+    with pytest.raises(ConfigError, match=f"weight_sync.mode={mode} can't reach"):
+        resolve(recipe(engine={"kind": kind}, weight_sync={"mode": mode}), num_train_tasks=None)
+
+
+def test_a_server_has_no_batches_to_repeat():
+    with pytest.raises(ConfigError, match=r"engine\.deterministic=true: a server forms its batches by arrival"):
+        resolve(recipe(engine={"kind": "hf_server", "deterministic": True}), num_train_tasks=None)

@@ -20,6 +20,12 @@ def test_auto_takes_a_gpu_where_there_is_one(monkeypatch, there, device):
     assert choose_device("auto") == torch.device(device)
 
 
+def test_a_rank_takes_its_own_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert choose_device("auto") == torch.device("cuda", 1)
+
+
 @pytest.mark.parametrize(("name", "count"), [("cuda", 0), ("cuda:0", 0), ("cuda:1", 1), ("cuda:8", 8)])
 def test_a_gpu_that_is_not_there(monkeypatch, name, count):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
