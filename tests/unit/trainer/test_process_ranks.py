@@ -1,0 +1,64 @@
+"""A trainer's ranks in processes, over gloo: what they tell each other, and what each says when another is gone."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from parts.runs import child_environment
+
+pytestmark = pytest.mark.real
+
+
+def play(scene: str, size: int, *, waited_for: tuple[int, ...]) -> list[str]:
+    """The last line of every rank that is waited for; the others are killed in the end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "parts.ranks", scene],
+            env=child_environment(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        return [ranks[rank].communicate(timeout=120)[0].strip() for rank in waited_for]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            for stream in filter(None, (rank.stdout, rank.stderr)):
+                stream.close()
+
+
+def test_they_sum_and_speak():
+    zero, one, two = play("talk", 3, waited_for=(0, 1, 2))
+    said = "[[3.0, 3.0, 3.0], [[0.0, 3.0], [6.0, 9.0]], 6] [0, 1, 0, 1, 2, 3]"
+    notes = str([{"rank": rank, "text": "ü\n"} for rank in range(3)])
+    assert zero == f"{said} 0 {notes}  0"
+    assert one == f"{said} 0 {notes} work 10"
+    assert two == f"{said} 2 {notes} work 20"
+
+
+def test_a_rank_that_is_killed_ends_the_others_at_once():
+    for said in play("lose_a_rank", 3, waited_for=(0, 2)):
+        assert said.startswith("RankError: waited for the gradients of optimizer step 7 (rank ")
+        assert "another rank ended" in said
+
+
+def test_a_rank_that_hangs_is_noticed_within_the_deadline():
+    (said,) = play("stop_a_rank", 2, waited_for=(0,))
+    assert said.startswith("RankError: waited for the gradients of optimizer step 7 (rank 0 of 2)")
+    assert "took longer than trainer.collective_deadline_s=2" in said
+
+
+def test_a_driver_that_hangs_is_noticed_by_those_who_wait_for_its_word():
+    (said,) = play("silent_driver", 2, waited_for=(1,))
+    assert said.startswith("RankError: waited for the driver's next word (rank 1 of 2)")
