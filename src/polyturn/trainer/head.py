@@ -1,0 +1,170 @@
+"""Log-probabilities and entropy from hidden states, without ever holding the logits of all tokens.
+
+The LM head runs over chunks of tokens. The forward pass keeps one number a token (the log of the normaliser); the backward
+pass computes a chunk's logits again and turns them into gradients at once. That is one more product with the head than plain
+autograd, in return for memory that does not grow with tokens x vocabulary. Sums are in float32, whatever the weights are.
+
+Shapes: N trained tokens, C tokens of a chunk, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CHUNK_BYTES = 256 << 20
+"""Of one chunk's logits in float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShape:
+    """What a model does to its logits besides the product with the head: some scale them, some squash them."""
+
+    scale: float = 1.0
+    """Logits are multiplied by it."""
+    softcap: float | None = None
+    """Then bounded: softcap x tanh(logits / softcap)."""
+
+
+def head_logprobs(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    targets_N: Tensor,
+    temperature_N: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    shape: HeadShape | None = None,
+    chunk_bytes: int = _CHUNK_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """`logprobs_N`, with gradient to hidden states, weight and bias, and `entropy_N`, without; both float32.
+
+    `logprobs_N[n]` is of `targets_N[n]` under logits divided by `temperature_N[n]`. With a float32 weight the head is computed
+    in float32, whatever the hidden states are.
+    """
+    chunk = max(1, chunk_bytes // (4 * weight_VH.shape[0]))
+    logprobs_N, entropy_N = _Head.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature_N, shape or HeadShape(), chunk)  # type: ignore[no-untyped-call]
+    return logprobs_N, entropy_N
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        temperature_N: Tensor,
+        shape: HeadShape,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs_N = torch.empty(len(hidden_NH), dtype=_sums_in(weight_VH), device=hidden_NH.device)
+        entropy_N, normaliser_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        for part in _chunks(len(hidden_NH), chunk):
+            scaled_CV, _ = _logits(hidden_NH[part], weight_VH, bias_V, temperature_N[part], shape)
+            logprobs_N[part], entropy_N[part], normaliser_N[part] = _summary(scaled_CV, targets_N[part])
+        context.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, temperature_N, normaliser_N)
+        context.shape, context.chunk = shape, chunk
+        context.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(context: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, targets_N, temperature_N, normaliser_N = context.saved_tensors
+        needs_hidden, needs_weight, needs_bias = context.needs_input_grad[:3]
+        grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
+        # Many chunks add up here: in the weight's own bfloat16 most of a small addend would be lost.
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=_sums_in(weight_VH)) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=_sums_in(weight_VH)) if bias_V is not None and needs_bias else None
+        for part in _chunks(len(hidden_NH), context.chunk):
+            scaled_CV, slope_CV = _logits(hidden_NH[part], weight_VH, bias_V, temperature_N[part], context.shape)
+            inner_CV = _grad_logits(
+                scaled_CV, slope_CV, targets_N[part], normaliser_N[part], grad_N[part], temperature_N[part], context.shape
+            )
+            if grad_bias_V is not None:
+                grad_bias_V += inner_CV.sum(0)
+            inner_CV = inner_CV.to(weight_VH.dtype)
+            if grad_hidden_NH is not None:
+                grad_hidden_NH[part] = inner_CV @ weight_VH
+            if grad_weight_VH is not None:
+                _add_product(grad_weight_VH, inner_CV, hidden_NH[part].to(weight_VH.dtype))
+        return (
+            grad_hidden_NH,
+            None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
+            None if grad_bias_V is None or bias_V is None else grad_bias_V.to(bias_V.dtype),
+            *([None] * 4),
+        )
+
+
+def _logits(
+    hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature_C: Tensor, shape: HeadShape
+) -> tuple[Tensor, Tensor | None]:
+    """Logits over temperature in float32, and the slope of the soft cap where there is one."""
+    logits_CV = _product(hidden_CH.to(weight_VH.dtype), weight_VH)
+    if bias_V is not None:
+        logits_CV += bias_V
+    if shape.scale != 1.0:
+        logits_CV *= shape.scale
+    slope_CV: Tensor | None = None
+    if shape.softcap is not None:
+        squashed_CV = torch.tanh(logits_CV / shape.softcap)
+        slope_CV = 1 - squashed_CV * squashed_CV
+        logits_CV = squashed_CV * shape.softcap
+    return logits_CV.div_(temperature_C[:, None]), slope_CV
+
+
+def _summary(scaled_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of the targets, entropy, and log of the normaliser, `[C]` each."""
+    normaliser_C = torch.logsumexp(scaled_CV, dim=-1)
+    logprobs_C = scaled_CV.gather(-1, targets_C[:, None])[:, 0] - normaliser_C
+    probs_CV = torch.exp(scaled_CV - normaliser_C[:, None])
+    # H = log Z - E[logit]; a logit of -inf has no part in it, and 0 x inf would be nan.
+    expected_C = torch.where(probs_CV > 0, probs_CV * scaled_CV, 0.0).sum(-1)
+    return logprobs_C, normaliser_C - expected_C, normaliser_C
+
+
+def _grad_logits(
+    scaled_CV: Tensor,
+    slope_CV: Tensor | None,
+    targets_C: Tensor,
+    normaliser_C: Tensor,
+    grad_C: Tensor,
+    temperature_C: Tensor,
+    shape: HeadShape,
+) -> Tensor:
+    """The gradient with respect to the product of hidden state and head, `[C, V]`: grad x (1[target] - p) x what follows."""
+    factor_C = grad_C * (shape.scale / temperature_C)
+    inner_CV = torch.exp(scaled_CV - normaliser_C[:, None]).mul_(-factor_C[:, None])
+    inner_CV.scatter_add_(-1, targets_C[:, None], factor_C[:, None])
+    return inner_CV if slope_CV is None else inner_CV.mul_(slope_CV)
+
+
+def _product(hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:
+    """Hidden x weight^T in float32; on a GPU the product of bfloat16 matrices is not rounded to bfloat16 on its way."""
+    if hidden_CH.dtype == _sums_in(hidden_CH):
+        return hidden_CH @ weight_VH.T
+    if hidden_CH.is_cuda:
+        return torch.mm(hidden_CH, weight_VH.T, out_dtype=torch.float32)
+    return hidden_CH.float() @ weight_VH.T.float()
+
+
+def _add_product(total_VH: Tensor, inner_CV: Tensor, hidden_CH: Tensor) -> None:
+    """Add inner^T x hidden to `total_VH`, in float32."""
+    if inner_CV.dtype == _sums_in(inner_CV):
+        total_VH.addmm_(inner_CV.T, hidden_CH)
+    elif inner_CV.is_cuda:
+        total_VH += torch.mm(inner_CV.T, hidden_CH, out_dtype=torch.float32)
+    else:
+        total_VH.addmm_(inner_CV.T.float(), hidden_CH.float())
+
+
+def _sums_in(weight: Tensor) -> torch.dtype:
+    """float32, or the float64 of a gradient check."""
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
+def _chunks(count: int, chunk: int) -> list[slice]:
+    return [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
