@@ -12,7 +12,8 @@ import torch
 from parts.models import ARCHITECTURES, gradients, largest_gap, plain_logprobs, tiny_model
 from parts.samples import alone, loss_options, make_sample, on_policy, packed, random_samples, trainer_settings
 from polyturn.config.schema import LossOptions
-from polyturn.trainer.forward import to_tensors, trained_logprobs
+from polyturn.trainer.row import to_tensors
+from polyturn.trainer.scorer import Scorer
 from polyturn.trainer.trainer import Trainer
 from polyturn.types import TrainBatch, TrainSample
 
@@ -180,6 +181,6 @@ def test_the_model_reads_what_it_is_not_trained_on():
 @torch.no_grad()
 def _by_trajectory(model: torch.nn.Module, batch: TrainBatch) -> dict[str, torch.Tensor]:
     rows = [to_tensors(row, CPU) for row in batch.rows]
-    logprobs = torch.cat([trained_logprobs(model, row)[0] for row in rows])
+    logprobs = torch.cat([Scorer(model)(row)[0] for row in rows])
     numbers = torch.cat([row.trajectory_index_N for row in rows])
     return {name: logprobs[numbers == index] for index, name in enumerate(batch.trajectory_ids)}

@@ -147,7 +147,7 @@ def test_one_step_needs_no_extra_forward_and_several_need_one_a_row():
             nonlocal count
             count += 1
 
-        model.register_forward_hook(counting)
+        model.model.register_forward_hook(counting)
         trainer.train([alone(random_samples())])
         return count
 

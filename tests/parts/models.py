@@ -19,6 +19,16 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {}),
     # A window shorter than the samples, so that a wrong mask would show.
     "mistral": ("MistralConfig", {"sliding_window": 6}),
+    "qwen3": ("Qwen3Config", {"head_dim": 8}),
+    "gemma2": (
+        "Gemma2Config",
+        {"head_dim": 8, "sliding_window": 6, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8},
+    ),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8}),
+    "phi3": ("Phi3Config", {}),
+    "granite": ("GraniteConfig", {"logits_scaling": 4.0}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.25}),
+    "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 8, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}),
 }
 """Config class and what it needs beyond the common sizes."""
 

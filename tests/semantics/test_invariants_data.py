@@ -22,7 +22,8 @@ from polyturn.models.tiny import build_tiny
 from polyturn.rendering.renderer import Conversation
 from polyturn.rollouts import episode
 from polyturn.rollouts.episode import play
-from polyturn.trainer.forward import to_tensors, trained_logprobs
+from polyturn.trainer.row import to_tensors
+from polyturn.trainer.scorer import Scorer
 from polyturn.trajectories import assemble as assembling
 from polyturn.trajectories.assemble import assemble
 from polyturn.trajectories.pack import pack
@@ -171,7 +172,7 @@ async def scored(tool_says: str) -> tuple[Trajectory, torch.Tensor, torch.Tensor
     (row,) = pack(assemble(trajectory, [1.0, 1.0], temperature=1.0), row_tokens=200, planned_trajectories=1).rows
     tensors = to_tensors(row, torch.device("cpu"))
     with torch.no_grad():
-        logprobs, _ = trained_logprobs(tiny(), tensors)
+        logprobs, _ = Scorer(tiny())(tensors)
     return trajectory, logprobs, tensors.turn_index_N
 
 

@@ -25,7 +25,9 @@ from polyturn.loop.sync import build_run, train
 from polyturn.metrics.run_folder import RunFolder
 from polyturn.metrics.sinks import MetricsLog
 from polyturn.rollouts import episode
-from polyturn.trainer import forward, trainer
+from polyturn.trainer import trainer
+from polyturn.trainer.row import RowTensors, to_tensors
+from polyturn.trainer.scorer import Scorer
 from polyturn.trainer.trainer import Trainer
 from polyturn.types import SamplingParams
 from polyturn.weight_sync import in_process
@@ -51,8 +53,12 @@ def test_5_fresh_samples_are_on_policy(bench, temperature):
 
 
 def forget_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = forward.trained_logits
-    monkeypatch.setattr(forward, "trained_logits", lambda model, row: whole(model, row) * row.temperature_N[:, None])
+    whole = Scorer.__call__
+
+    def at_one(self: Scorer, row: RowTensors) -> Any:
+        return whole(self, replace(row, temperature_N=torch.ones_like(row.temperature_N)))
+
+    monkeypatch.setattr(Scorer, "__call__", at_one)
 
 
 def keep_stale_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,16 +66,16 @@ def keep_stale_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def score_the_token_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = forward.to_tensors
+    whole = to_tensors
     monkeypatch.setattr(
         trainer, "to_tensors", lambda row, device: replace((t := whole(row, device)), predicting_N=t.predicting_N + 1)
     )
 
 
 def let_rows_mix(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = forward.to_tensors
+    whole = to_tensors
 
-    def running_positions(row: Any, device: torch.device) -> forward.RowTensors:
+    def running_positions(row: Any, device: torch.device) -> RowTensors:
         tensors = whole(row, device)
         return replace(tensors, position_ids_T=torch.arange(len(tensors.position_ids_T)))
 
@@ -141,13 +147,13 @@ def normalise_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_all_but_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = trainer.trained_logprobs
+    whole = Scorer.__call__
 
-    def clearing(model: torch.nn.Module, row: Any) -> Any:
-        model.zero_grad(set_to_none=True)
-        return whole(model, row)
+    def clearing(self: Scorer, row: Any) -> Any:
+        self.model.zero_grad(set_to_none=True)
+        return whole(self, row)
 
-    monkeypatch.setattr(trainer, "trained_logprobs", clearing)
+    monkeypatch.setattr(Scorer, "__call__", clearing)
 
 
 def weigh_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +314,7 @@ DEATHS = """
 import contextlib, io, json, sys
 from polyturn.cli.main import main
 from polyturn.engine.hf import HfEngine
-from polyturn.trainer import forward
+from polyturn.trainer.scorer import Scorer
 
 def engine_dies(after):
     whole, calls = HfEngine._generate, []
@@ -321,9 +327,9 @@ def engine_dies(after):
     return lambda: setattr(HfEngine, "_generate", whole)
 
 def logits_are_nan():
-    whole = forward.trained_logits
-    forward.trained_logits = lambda model, row: whole(model, row) * float("nan")
-    return lambda: setattr(forward, "trained_logits", whole)
+    whole = Scorer.__call__
+    Scorer.__call__ = lambda self, row: tuple(numbers * float("nan") for numbers in whole(self, row))
+    return lambda: setattr(Scorer, "__call__", whole)
 
 def push_dies():
     whole = HfEngine._copy

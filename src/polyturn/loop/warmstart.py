@@ -24,7 +24,8 @@ from polyturn.loop.tasks import authors_code
 from polyturn.processes.threads import in_thread_within
 from polyturn.rendering.renderer import Renderer
 from polyturn.rollouts.episode import play
-from polyturn.trainer.forward import to_tensors, trained_logprobs
+from polyturn.trainer.row import to_tensors
+from polyturn.trainer.scorer import Scorer
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.trainer import Trainer
 from polyturn.trajectories.assemble import assemble
@@ -163,7 +164,8 @@ def token_accuracy(model: torch.nn.Module, batch: TrainBatch, counted_ids: froze
     device = next(model.parameters()).device
     rows = [to_tensors(row, device) for row in batch.rows]
     targets = torch.cat([row.targets_N for row in rows])
-    probs = torch.cat([trained_logprobs(model, row)[0].exp() for row in rows])
+    score = Scorer(model)
+    probs = torch.cat([score(row)[0].exp() for row in rows])
     if counted_ids is not None:
         counted = torch.isin(targets, torch.tensor(sorted(counted_ids), device=device))
         targets, probs = targets[counted], probs[counted]

@@ -17,10 +17,11 @@ from polyturn.losses.base import LossInputs, required
 from polyturn.losses.policy import policy_loss
 from polyturn.losses.ratio import segment_log_ratio
 from polyturn.losses.sampler import sampler_weights
-from polyturn.trainer.forward import RowTensors, refuse_mixed_samples, to_tensors, trained_logprobs
 from polyturn.trainer.optimizer import build_optimizer, learning_rate_at
 from polyturn.trainer.ranks import Alone, Ranks
 from polyturn.trainer.record import Record
+from polyturn.trainer.row import RowTensors, to_tensors
+from polyturn.trainer.scorer import Scorer, refuse_mixed_samples
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.shares import Share, from_bytes, share_out, to_bytes
 from polyturn.types import TrainBatch
@@ -61,8 +62,10 @@ class Trainer:
     ) -> None:
         assert reference is not None or settings.loss.beta == 0, "a KL term needs a reference"
         self.model = model.eval()
-        refuse_mixed_samples(self.model)
-        self._reference = reference.eval() if reference is not None else None
+        self._score = Scorer(self.model)
+        refuse_mixed_samples(self._score)
+        self._reference = reference
+        self._score_reference = None if reference is None else Scorer(reference.eval())
         self.settings = settings
         self.version = version
         self.optimizer_step = 0
@@ -140,8 +143,8 @@ class Trainer:
         return _Prepared(
             rows=rows,
             token_weights=[torch.from_numpy(weights).to(self._device) for weights in share.token_weights],
-            old_logprobs=_score(self.model, rows) if keep_old else None,
-            reference_logprobs=None if self._reference is None else _score(self._reference, rows),
+            old_logprobs=_without_gradient(self._score, rows) if keep_old else None,
+            reference_logprobs=None if self._score_reference is None else _without_gradient(self._score_reference, rows),
             whole_segments=share.whole_segments,
         )
 
@@ -153,7 +156,7 @@ class Trainer:
         if not batch.whole_segments:
             return None
         loss, rows = self.settings.loss, batch.rows
-        now = _score(self.model, rows)
+        now = _without_gradient(self._score, rows)
         columns = (
             [now, now if batch.old_logprobs is None else batch.old_logprobs, [row.engine_logprobs_N for row in rows]],
             [[row.trajectory_index_N for row in rows], [row.turn_index_N for row in rows]],
@@ -177,7 +180,7 @@ class Trainer:
         segments = self._whole_segments(batch)
         losses = []
         for index, row in enumerate(batch.rows):
-            logprobs_N, entropy_N = trained_logprobs(self.model, row)
+            logprobs_N, entropy_N = self._score(row)
             inputs = LossInputs(
                 trainer_logprobs_N=logprobs_N,
                 old_logprobs_N=None if batch.old_logprobs is None else batch.old_logprobs[index],
@@ -246,9 +249,9 @@ class Trainer:
 
 
 @torch.no_grad()
-def _score(model: torch.nn.Module, rows: Sequence[RowTensors]) -> list[Tensor]:
-    """Log-probabilities of the trained tokens, row by row, without gradient."""
-    return [trained_logprobs(model, row)[0] for row in rows]
+def _without_gradient(score: Scorer, rows: Sequence[RowTensors]) -> list[Tensor]:
+    """Log-probabilities of the trained tokens, row by row."""
+    return [score(row)[0] for row in rows]
 
 
 def _cut(values_N: Tensor, rows: Sequence[RowTensors]) -> list[Tensor]:

@@ -1,0 +1,110 @@
+"""Attention over packed rows on a GPU: each sample attends to itself alone, and no work is spent on a mask.
+
+PyTorch's own variable-length attention, registered with transformers under a name of ours, so that every architecture whose
+attention goes through transformers' interface can use it. It needs no further package. Where the recipe's weights are float32,
+or the model squashes its attention scores, transformers' SDPA with a block mask does the same, slower.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VARLEN = "polyturn_varlen"
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def choose_attention(asked: str, config: Any, dtype: torch.dtype, device: torch.device) -> str:
+    """The name of transformers' attention implementation for `model.attention=asked`; `auto` is the fastest that is exact."""
+    if asked != "auto":
+        return asked
+    return VARLEN if device.type == "cuda" and dtype in _HALF and not _squashes(config) and _available() else "sdpa"
+
+
+def register_varlen() -> None:
+    """Tell transformers of it. Safe to call again."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(VARLEN, varlen_attention)
+    AttentionMaskInterface.register(VARLEN, _no_mask)
+
+
+def varlen_attention(
+    module: torch.nn.Module,
+    query_1NTD: Tensor,
+    key_1MTD: Tensor,
+    value_1MTD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of one packed row, as transformers calls it; N query heads, M key heads, D their size.
+
+    Without `cu_seq_lens_q` the row is one sample. Returns `[1, T, N, D]`.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert dropout == 0.0, "the policy that is trained is the one that sampled: there is no dropout"
+    query_TND, key_TMD, value_TMD = (states[0].transpose(0, 1) for states in (query_1NTD, key_1MTD, value_1MTD))
+    length = query_TND.shape[0]
+    if cu_seq_lens_q is None or max_length_q is None:
+        cu_seq_lens_q, max_length_q = torch.tensor([0, length], dtype=torch.int32, device=query_TND.device), length
+    groups = query_TND.shape[1] // key_TMD.shape[1]
+    options: dict[str, Any] = {}
+    if groups > 1 and _GROUPS_HEADS:
+        options["enable_gqa"] = True
+    elif groups > 1:
+        key_TMD, value_TMD = (states.repeat_interleave(groups, dim=1) for states in (key_TMD, value_TMD))
+    left = -1 if sliding_window is None else sliding_window - 1
+    out_TND = varlen_attn(
+        query_TND,
+        key_TMD,
+        value_TMD,
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        window_size=(left, 0),
+        **options,
+    )
+    assert isinstance(out_TND, Tensor), "nothing besides the output was asked for"
+    return out_TND[None], None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Where samples begin and end is told by their lengths."""
+    return
+
+
+def _available() -> bool:
+    try:
+        import torch.nn.attention.varlen
+    except ImportError:
+        return False
+    return "window_size" in inspect.signature(torch.nn.attention.varlen.varlen_attn).parameters
+
+
+def _groups_heads() -> bool:
+    """Whether this torch repeats the key heads itself (from 2.12 on)."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+_GROUPS_HEADS = _groups_heads()
+
+
+def _squashes(config: Any) -> bool:
+    """Whether the model bounds its attention scores, which the kernel can't."""
+    return getattr(config, "attn_logit_softcapping", None) is not None

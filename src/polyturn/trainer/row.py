@@ -1,0 +1,56 @@
+"""A packed row as tensors on the device.
+
+Shapes: T tokens of a row, N trained tokens of it, S its samples and one more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from polyturn.types import PackedRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTensors:
+    """A packed row on the device. `[T]` for the row, `[N]` for its trained tokens in order of position."""
+
+    input_ids_T: torch.Tensor
+    position_ids_T: torch.Tensor
+    cu_seqlens_S: torch.Tensor
+    """Where samples begin, and the length of the row, int32."""
+    longest: int
+    """Tokens of the longest sample."""
+    predicting_N: torch.Tensor
+    """Position whose output predicts the trained token: one before it."""
+    targets_N: torch.Tensor
+    temperature_N: torch.Tensor
+    advantages_N: torch.Tensor
+    engine_logprobs_N: torch.Tensor
+    trajectory_index_N: torch.Tensor
+    turn_index_N: torch.Tensor
+
+
+def to_tensors(row: PackedRow, device: torch.device) -> RowTensors:
+    """The tensors of `row`; `N` counts the tokens under its loss mask."""
+    trained = np.flatnonzero(row.loss_mask)
+
+    def tensor(values: Any) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+    return RowTensors(
+        input_ids_T=tensor(row.input_ids),
+        position_ids_T=tensor(row.position_ids),
+        cu_seqlens_S=tensor(row.cu_seqlens.astype(np.int32)),
+        longest=int(np.diff(row.cu_seqlens).max()),
+        predicting_N=tensor(trained - 1),
+        targets_N=tensor(row.input_ids[trained]),
+        temperature_N=tensor(row.temperature[trained]),
+        advantages_N=tensor(row.advantages[trained]),
+        engine_logprobs_N=tensor(row.engine_logprobs[trained]),
+        trajectory_index_N=tensor(row.trajectory_index[trained]),
+        turn_index_N=tensor(row.turn_index[trained]),
+    )
