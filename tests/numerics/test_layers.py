@@ -1,0 +1,99 @@
+"""Recomputed and compiled layers give the gradients of plain ones, and hold less."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parts.models import ARCHITECTURES, gradients, largest_gap, tiny_model
+from parts.samples import loss_options, on_policy, packed, random_samples, trainer_settings
+from polyturn.errors import ModelError
+from polyturn.trainer.layers import decoder_layers, prepare_layers
+from polyturn.trainer.trainer import Trainer
+
+
+def batch(model):
+    return packed(on_policy(random_samples(), model, gap=0.3), row_tokens=64)
+
+
+def gradient(model, rows):
+    model.zero_grad(set_to_none=True)
+    loss = Trainer(model, trainer_settings(loss_options())).forward_backward(rows)["loss"]
+    return loss, gradients(model)
+
+
+def held_bytes(model):
+    """Bytes that a forward pass keeps for its backward pass, parameters aside."""
+    held: dict[int, int] = {}
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids = torch.arange(40)[None] % 40
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    del out
+    return sum(held.values())
+
+
+@pytest.mark.parametrize("activations", ["selective", "full"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_is_computed_again_is_the_same(architecture, activations):
+    model = tiny_model(architecture)
+    again = copy.deepcopy(model)
+    prepare_layers(again, activations=activations, compiled=False)
+    rows = batch(model)
+    (loss, wanted), (found_loss, found) = gradient(model, rows), gradient(again, rows)
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert found.keys() == wanted.keys(), "parameters keep their names"
+    assert largest_gap(found, wanted) < 1e-6
+
+
+def products_of_backward(model):
+    """Matrix products that a backward pass makes."""
+    count = 0
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal count
+            count += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+            return function(*args, **(kwargs or {}))
+
+    out = model.model(input_ids=torch.arange(40)[None] % 40, use_cache=False).last_hidden_state.sum()
+    with Count():
+        out.backward()
+    return count
+
+
+def test_less_is_held_for_more_work():
+    kept, selective, full = (tiny_model(num_hidden_layers=6) for _ in range(3))
+    prepare_layers(selective, activations="selective", compiled=False)
+    prepare_layers(full, activations="full", compiled=False)
+    assert held_bytes(full) < held_bytes(kept) / 5
+    assert products_of_backward(selective) == products_of_backward(kept), "no product is made twice"
+    assert products_of_backward(full) == products_of_backward(kept) + 6 * 6, "all of a layer but its last"
+
+
+def test_layers_are_named_by_transformers():
+    assert len(decoder_layers(tiny_model(num_hidden_layers=3))) == 3
+    with pytest.raises(ModelError, match=r"Linear names no decoder layers.*trainer\.activations=keep"):
+        decoder_layers(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.real
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_compiled_layers():
+    model = tiny_model()
+    again = copy.deepcopy(model)
+    prepare_layers(again, activations="selective", compiled=True)
+    rows = batch(model)
+    (loss, wanted), (found_loss, found) = gradient(model, rows), gradient(again, rows)
+    assert found_loss == pytest.approx(loss, rel=1e-4)
+    assert largest_gap(found, wanted) < 1e-4
