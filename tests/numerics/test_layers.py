@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parts.models import ARCHITECTURES, gradients, largest_gap, tiny_model
 from parts.samples import loss_options, on_policy, packed, random_samples, trainer_settings
 from polyturn.errors import ModelError
-from polyturn.trainer.layers import decoder_layers, prepare_layers
+from polyturn.trainer.layers import decoder_layers, plain_layers, prepare_layers
 from polyturn.trainer.trainer import Trainer
 
 
@@ -79,6 +79,27 @@ def test_less_is_held_for_more_work():
     assert held_bytes(full) < held_bytes(kept) / 5
     assert products_of_backward(selective) == products_of_backward(kept), "no product is made twice"
     assert products_of_backward(full) == products_of_backward(kept) + 6 * 6, "all of a layer but its last"
+
+
+def test_a_copy_runs_its_own_layers():
+    model = tiny_model()
+    prepare_layers(model, activations="full", compiled=False)
+    again = copy.deepcopy(model)
+    ids = torch.arange(9)[None]
+    before = model(input_ids=ids).logits
+    with torch.no_grad():
+        for parameter in again.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(model(input_ids=ids).logits, before)
+    assert not torch.equal(again(input_ids=ids).logits, before)
+
+
+def test_plain_again():
+    model, kinds = tiny_model(), [type(layer) for layer in decoder_layers(tiny_model())]
+    prepare_layers(model, activations="full", compiled=False)
+    assert [type(layer) for layer in decoder_layers(model)] != kinds
+    plain_layers(model)
+    assert [type(layer) for layer in decoder_layers(model)] == kinds
 
 
 def test_layers_are_named_by_transformers():

@@ -1,6 +1,6 @@
 """What happens to each decoder layer: its activations are kept or computed again, and its code is compiled.
 
-Both replace a layer's `forward` and nothing else, so that parameters keep their names and places. Dropout stays off: a layer is
+Both replace what a layer runs and nothing else, so that parameters keep their names and places. Dropout stays off: a layer is
 left in evaluation mode, which is why transformers' own switch, bound to training mode, is of no use here.
 """
 
@@ -19,6 +19,7 @@ Activations: TypeAlias = Literal["keep", "selective", "full"]
 
 _KEPT = ("aten::mm", "aten::addmm", "aten::_scaled_dot_product", "aten::_flash_attention", "torch_attn::_varlen_attn")
 """What selective recomputation keeps: products and attention, dear to compute; the rest is cheap, and most of the memory."""
+_CHANGED: dict[tuple[type[torch.nn.Module], Activations, bool], type[torch.nn.Module]] = {}
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -35,16 +36,33 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def prepare_layers(model: torch.nn.Module, *, activations: Activations, compiled: bool) -> None:
-    """Make every layer recompute its activations as asked, and compile it. Raises ModelError."""
+    """Make every layer recompute its activations as asked, and compile it. Raises ModelError.
+
+    A layer changes its class, not its attributes, so that a deep copy of the model runs its own layers.
+    """
     if activations == "keep" and not compiled:
         return
     for layer in decoder_layers(model):
-        run: Callable[..., Any] = layer.forward
-        if activations != "keep":
-            run = _recomputing(run, selective=activations == "selective")
-        if compiled:
-            run = torch.compile(run)
-        layer.forward = run
+        key = (type(layer), activations, compiled)
+        if key not in _CHANGED:  # one class for all layers of a kind, so that they are compiled once
+            _CHANGED[key] = _changed(*key)
+        layer.__class__ = _CHANGED[key]
+
+
+def plain_layers(model: torch.nn.Module) -> None:
+    """Undo `prepare_layers`: what generates has no use for it."""
+    for module in model.modules():
+        module.__class__ = getattr(type(module), "plain_class", type(module))
+
+
+def _changed(kind: type[torch.nn.Module], activations: Activations, compiled: bool) -> type[torch.nn.Module]:
+    """A class of layers that run as those of `kind`, and name it as `plain_class`."""
+    forward: Callable[..., Any] = kind.forward
+    if activations != "keep":
+        forward = _recomputing(forward, selective=activations == "selective")
+    if compiled:
+        forward = torch.compile(forward)
+    return type(kind.__name__, (kind,), {"forward": forward, "plain_class": kind, "__module__": kind.__module__})
 
 
 def _recomputing(run: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
@@ -52,10 +70,10 @@ def _recomputing(run: Callable[..., Any], *, selective: bool) -> Callable[..., A
     if selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
 
-    def again(*arguments: Any, **keywords: Any) -> Any:
+    def forward(*arguments: Any, **keywords: Any) -> Any:
         return checkpoint(run, *arguments, **options, **keywords)
 
-    return again
+    return forward
 
 
 def _policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
