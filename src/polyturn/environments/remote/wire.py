@@ -33,7 +33,7 @@ MOST_BYTES = 64 << 20
 MOST_OPEN = 16_384
 """Trajectories, and requests under way, of one connection."""
 _TUPLE, _MAPPING = "()", "{}"
-_OPS, _ROLES = frozenset(get_args(Op)), frozenset(get_args(Role))
+_OPS, _ROLES = get_args(Op), get_args(Role)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,9 +221,9 @@ def _messages(value: object) -> tuple[Message, ...]:
 
 
 def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        _refuse("a reward and a count are finite numbers")
-    return float(value)
+    if not isinstance(value, float) or not math.isfinite(value):
+        _refuse("a reward and a count are finite, with a point in them")
+    return value
 
 
 def _object(value: object, where: str) -> Document:
