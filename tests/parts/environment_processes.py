@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,15 +104,15 @@ class EnvironmentProcess:
 
 
 @contextlib.contextmanager
-def processes(folder: Path, environment: str, *, number: int = 1, loop_limit_s: float = 60.0) -> Iterator[list[Any]]:
-    """Processes `environment-0` and on, each with its own `environment` (`module:Class`). All of them end with the block."""
+def processes(folder: Path, environment: str, *, loop_limits_s: Sequence[float] = (60.0,)) -> Iterator[list[Any]]:
+    """A process for each limit, `environment-0` and on, each with its own `environment`. All of them end with the block."""
     for inner in ("heartbeats", "roles"):
         (folder / inner).mkdir(exist_ok=True)
     variables = {**os.environ, **role_environment(folder, {}, TOKEN), "PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}"}
     found = []
     try:
-        for index in range(number):
-            command = [sys.executable, "-m", "parts.environment_process", f"environment-{index}", environment, str(loop_limit_s)]
+        for index, limit_s in enumerate(loop_limits_s):
+            command = [sys.executable, "-m", "parts.environment_process", f"environment-{index}", environment, str(limit_s)]
             popen = subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True)
             found.append(EnvironmentProcess(f"environment-{index}", folder, popen))
         yield found

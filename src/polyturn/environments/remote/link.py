@@ -151,8 +151,8 @@ class Link:
         if self.lost is not None:
             return
         self.lost = f"{self.name} at {self._url} is gone: {why}"
-        if self._waiting:
-            _log.warning("%s; %d trajectories are lost", self.lost, len(self._waiting))
+        if self.num_open:
+            _log.warning("%s; trajectories that were open there: %d", self.lost, self.num_open)
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(ResourceError(self.lost))

@@ -83,8 +83,8 @@ class EnvironmentServer:
         await runner.cleanup()
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._token):
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, b"Bearer " + self._token):
             return web.json_response({"error": "the token is missing or wrong"}, status=401)
         if self._runner is None:
             return web.json_response({"error": "it stops"}, status=503)

@@ -222,7 +222,7 @@ def _messages(value: object) -> tuple[Message, ...]:
 
 def _number(value: object) -> float:
     if not isinstance(value, float) or not math.isfinite(value):
-        _refuse("a reward and a count are finite, with a point in them")
+        _refuse("a reward and a count are finite floats")
     return value
 
 

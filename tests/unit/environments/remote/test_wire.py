@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import json
 import math
@@ -118,17 +119,15 @@ def places(document):
             yield from places(document[key])
 
 
-@settings(max_examples=200)
+@settings(max_examples=150)
 @given(st.sampled_from(VALID), st.integers(0, 30), JSON)
 def test_a_frame_with_something_else_in_one_place_is_read_or_refused(valid, place, value):
     read, document = valid[0], copy.deepcopy(valid[1])
     found = list(places(document))
     container, key = found[place % len(found)]
     container[key] = value
-    try:
+    with contextlib.suppress(ResourceError):
         read(wire.unpack(json.dumps(document).encode()))
-    except ResourceError as error:
-        assert "breaks the protocol" in str(error)
 
 
 @given(st.binary())
@@ -172,7 +171,7 @@ def test_requests_that_are_none(document):
         wire.to_request(document)
 
 
-# ── what can't be sent ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what can't be sent ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Point(tuple):
@@ -182,7 +181,9 @@ class Point(tuple):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, {1, 2}, b"x", {1: "a"}, object(), Point((1, 2))])
 def test_a_task_that_json_cannot_hold(value):
     task = Task(id="rows:3", environment="mine", messages=(), info={"deep": [{"x": (value,)}]})
-    with pytest.raises(EnvironmentSetupError, match=r"^task rows:3 holds .*, which can't be sent to an environment process; use"):
+    with pytest.raises(
+        EnvironmentSetupError, match=r"^task rows:3 holds .*, which can't be sent to an environment process; use"
+    ):
         wire.from_task(task)
 
 
@@ -204,12 +205,17 @@ def test_mappings_of_other_kinds_arrive_as_dictionaries():
     assert arrived.info == {"counts": {"a": 2}}
 
 
-def test_a_frame_that_is_too_large():
-    with pytest.raises(EnvironmentSetupError, match=r"^task a takes 67,108,\d+ bytes, and at most 67,108,864 can be sent"):
-        wire.pack({"x": "y" * wire.MOST_BYTES}, "task a")
+def test_a_frame_that_is_too_large(monkeypatch):
+    assert wire.MOST_BYTES == 64 << 20
+    monkeypatch.setattr(wire, "MOST_BYTES", 1000)
+    assert len(wire.pack({"x": "y" * 992}, "task a")) == 1000
+    with pytest.raises(
+        EnvironmentSetupError, match=r"^task a takes 1,001 bytes, and at most 1,000 can be sent between processes"
+    ):
+        wire.pack({"x": "y" * 993}, "task a")
 
 
-# ── exceptions ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── exceptions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Unshown(Exception):
