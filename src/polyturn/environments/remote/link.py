@@ -78,7 +78,7 @@ class Link:
         """End the connection, which closes the trajectories that are still open there."""
         if self._life is not None:
             self._life.cancel()
-            await asyncio.wait({self._life})
+            await asyncio.wait({self._life}, timeout=2 * CLOSE_S)
         self._lose("the driver has ended the connection")
         await self._hang_up()
 
@@ -114,7 +114,7 @@ class Link:
         tasks = [asyncio.create_task(part, name=f"connection to {self.name}") for part in work]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            self._lose(_reason(next(iter(done))))
+            self._lose(_reason(next(task for task in tasks if task in done)))  # the reader first: it was told why
         finally:
             for task in tasks:
                 task.cancel()
@@ -166,10 +166,12 @@ class Link:
 
 def _reason(ended: asyncio.Task[None]) -> str:
     """Why a connection is over, given the part of it that ended first."""
-    error = None if ended.cancelled() else ended.exception()
-    if error is not None and not isinstance(error, ResourceError | aiohttp.ClientError | OSError):
+    error = ended.exception()
+    if isinstance(error, ResourceError):
+        return str(error)
+    if not isinstance(error, aiohttp.ClientError | OSError):
         _log.error("the connection to an environment process failed", exc_info=error)
-    return str(error or "") or type(error).__name__
+    return f"the connection broke: {error or type(error).__name__}"
 
 
 def _frame(message: aiohttp.WSMessage) -> bytes:

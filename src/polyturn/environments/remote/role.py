@@ -16,7 +16,7 @@ NOTED_EVERY_S = 0.5
 
 
 async def serve_environment(
-    role: Role, environment: Environment, heartbeat: Heartbeat, *, loop_limit_s: float, close_deadline_s: float = 10.0
+    role: Role, environment: Environment, heartbeat: Heartbeat, *, loop_limit_s: float, close_deadline_s: float = 5.0
 ) -> NoReturn:
     """Serve `environment`, which is started, announce the address, and go on until cancelled; then close what is left.
 

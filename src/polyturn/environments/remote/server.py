@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import socket as sockets
 
 from aiohttp import web
@@ -15,6 +16,8 @@ from polyturn.environments.remote.wire import MOST_BYTES, PATH
 from polyturn.errors import ConfigError, ResourceError
 
 HOST = "127.0.0.1"
+
+_log = logging.getLogger(__name__)
 
 
 class EnvironmentServer:
@@ -33,7 +36,7 @@ class EnvironmentServer:
         token: str,
         name: str = "environment-0",
         waiting: Waiting = unnoted,
-        close_deadline_s: float = 10.0,
+        close_deadline_s: float = 5.0,
     ) -> None:
         if not token:
             raise ConfigError(f"{name} has no token to ask requests for; give the run's token")
@@ -79,7 +82,11 @@ class EnvironmentServer:
         await asyncio.gather(*(session.end() for session in sessions))
         if sessions:
             # Each bounds its own end: the closes under way, the cancelled requests, the states that are left.
-            await asyncio.wait(sessions.values(), timeout=HANDSHAKE_S + GRACE_S + 2 * self._close_deadline_s + 1.0)
+            limit_s = HANDSHAKE_S + GRACE_S + 2 * self._close_deadline_s + 1.0
+            _, left = await asyncio.wait(sessions.values(), timeout=limit_s)
+            for task in left:
+                _log.warning("%s did not end within %g s, and is given up", task.get_name(), limit_s)
+                task.cancel()
         await runner.cleanup()
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:

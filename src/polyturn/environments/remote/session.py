@@ -91,9 +91,6 @@ class Session:
             await self._outbox.send_all(self._socket.send_bytes)
 
     def _take(self, request: Request, tasks: TaskSet) -> None:
-        if request.op == "ping":
-            self._outbox.put(request.id, wire.pack({"id": request.id, "value": None}, "ping"))
-            return
         if request.op == "cancel":
             self._cancel(request.id, tasks)
             return
@@ -101,6 +98,9 @@ class Session:
             raise ResourceError(f"request {request.id} was asked twice")
         if len(self._running) + len(self._outbox) >= MOST_OPEN:
             raise ResourceError(f"{MOST_OPEN:,} requests are under way, which is the limit of a process")
+        if request.op == "ping":
+            self._outbox.put(request.id, wire.pack({"id": request.id, "value": None}, "ping"))
+            return
         self._run(request, self._answer(request), tasks)
 
     def _run(self, request: Request, work: Coroutine[Any, Any, None], tasks: TaskSet) -> None:
