@@ -275,3 +275,30 @@ async def test_4_a_process_that_goes_takes_its_own_trajectories_only():
     assert faults[0].startswith("environment-0 at http://127.0.0.1:")
     assert faults[0].endswith(" is gone: it stops")
     assert faults[1::2] == [None] * 4
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.15, 0.2, 0.3])
+async def test_4_a_process_killed_at_any_moment(after_s, tmp_path):
+    environment, renderer = lookup(max_hops=3)
+    source = environment.tasks("train", 7)
+    tasks = [source[index] for index in range(64)]
+    here = {one.id: one for group in await lookup_groups(environment, renderer, tasks) for one in group.trajectories}
+    with processes(tmp_path, "lookup", loop_limits_s=(60.0, 60.0)) as (first, second):
+        async with connected(RemoteEnvironment(environment, [first.url, second.url], token=TOKEN)) as elsewhere:
+            rollout = asyncio.create_task(lookup_groups(elsewhere, renderer, tasks))
+            await asyncio.sleep(after_s)
+            first.popen.kill()
+            groups = await asyncio.wait_for(rollout, 60)
+        assert second.popen.poll() is None
+    played = [one for group in groups for one in group.trajectories]
+    assert len(played) == 256
+    for one in played:
+        if one.fault is None:
+            assert one == here[one.id]
+        else:
+            assert one.fault.startswith("environment-0 at http://127.0.0.1:"), one.fault
+            assert " is gone: " in one.fault
+    assert sum(one.fault is None for one in played) > 128
+    if after_s <= 0.03:
+        assert any(one.fault for one in played), "or this would show little"
