@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 
 from polyturn.config.schema import Recipe, filled
+from polyturn.environments.remote import RemoteEnvironment, serve_environment
+from polyturn.environments.resources import Resources
 from polyturn.errors import ConfigError
 from polyturn.loop.build import build_trainer, load_policy, quiet_libraries
 from polyturn.loop.check import Checked, check
 from polyturn.loop.place import Place, taken
-from polyturn.loop.sync import Outcome, train_recipe
+from polyturn.loop.stopping import until_signal
+from polyturn.loop.sync import LOOP_GRACE_S, Outcome, train_recipe
 from polyturn.metrics.logs import set_up_logging
 from polyturn.metrics.run_folder import RunFolder
 from polyturn.metrics.sinks import ConsoleSink, JsonlSink, MetricsLog, ProgressSink, Sink
@@ -26,6 +30,8 @@ def run_role(role: Role, recipe: Recipe) -> int:
     with taken(role) as place:
         if role.kind == "trainer":
             return _train_rank(place, recipe)
+        if role.kind == "environment":
+            return _play(place, recipe)
         raise ConfigError(f"{role.name} can't be started by this version")
 
 
@@ -47,9 +53,31 @@ def _train_rank(place: Place, recipe: Recipe) -> int:
     """Rank 0 drives, the others train on what it gives them."""
     checked = check(recipe)
     if place.role.number == 0:
-        return train_here(checked, RunFolder(place.role.folder), place)
+        return train_here(_at_peers(checked, place), RunFolder(place.role.folder), place)
     policy = asyncio.run(load_policy(checked.recipe, checked.environment, _say))
     build_trainer(checked.recipe, policy.model, place.join_ranks(checked.recipe)).serve()
+    return 0
+
+
+def _at_peers(checked: Checked, place: Place) -> Checked:
+    """`checked` with its episodes played by the environment processes, where there are any; they hold the sandbox then."""
+    urls, recipe = place.role.peers.get("environment", ()), checked.recipe
+    if not urls:
+        return checked
+    remote = RemoteEnvironment(checked.environment, urls, token=place.role.token or "", silence_s=recipe.launch.silence_s)
+    return replace(checked, environment=remote, resources=Resources())
+
+
+def _play(place: Place, recipe: Recipe) -> int:
+    """Serve the environment until a signal comes."""
+    checked = check(recipe)
+
+    async def serve() -> None:
+        async with checked.opened():
+            limit_s = checked.recipe.rollout.tool_deadline_s + LOOP_GRACE_S
+            await serve_environment(place.role, checked.environment, place.heartbeat, loop_limit_s=limit_s)
+
+    asyncio.run(until_signal(serve()))
     return 0
 
 
