@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from parts.served import Served
 from polyturn.engine.base import Engine
 from polyturn.engine.hf import HfEngine
 from polyturn.engine.scripted import ScriptedEngine
@@ -59,7 +60,11 @@ def scripted() -> ScriptedEngine:
     return ScriptedEngine(script)
 
 
-ENGINES = {"hf": hf, "scripted": scripted}
+def hf_server() -> Served:
+    return Served(hf)
+
+
+ENGINES = {"hf": hf, "hf_server": hf_server, "scripted": scripted}
 
 
 @pytest.fixture(params=ENGINES)
@@ -67,7 +72,7 @@ async def engine(request):
     made = ENGINES[request.param]()
     await made.start()
     yield made
-    await made.stop()
+    await (made.close() if isinstance(made, Served) else made.stop())
 
 
 @pytest.fixture

@@ -58,9 +58,7 @@ class HfEngine:
     A batch is closed when no request has come for `linger_s` (or for a few rounds of the event loop, when that is 0).
     """
 
-    def __init__(
-        self, model: torch.nn.Module, *, max_batch_size: int = 256, pad_id: int = 0, linger_s: float = 0.0
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, *, max_batch_size: int = 256, pad_id: int = 0, linger_s: float = 0.0) -> None:
         self.policy_version = 0
         self._model = model.eval()
         # transformers renamed it; both names are in the range we accept.
@@ -186,7 +184,8 @@ class HfEngine:
         An update that is still open is given up for this one, which brings everything and so mends what that one left.
         """
         async with self._turn:
-            while not self._loading.acquire(blocking=False):  # a thread still copies a part of an older update
+            # A thread may still copy a part of an older update.
+            while not self._loading.acquire(blocking=False):  # noqa: ASYNC110 - a lock of threads wakes no task
                 await asyncio.sleep(0.001)
             self._update = WeightUpdate(self.named_weights())
             self._loading.release()

@@ -29,6 +29,7 @@ class Row:
 
     @property
     def finished(self) -> bool:
+        """Whether it stopped or has all the tokens it may have."""
         return self.stopped or len(self.ids) >= self.sampling.max_tokens
 
 

@@ -14,13 +14,13 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast, get_args
 
 from aiohttp import web
 
-from polyturn.engine.hf import AbortedError, HfEngine
+from polyturn.engine.hf import AbortedError, HfEngine, PauseMode
 from polyturn.engine.weight_routes import WeightRoutes
-from polyturn.engine.wire import GENERATE, answer_body, read_request
+from polyturn.engine.wire import DEFAULT_LABEL, GENERATE, answer_body, read_request
 from polyturn.errors import ConfigError, EngineError, PolyturnError
 from polyturn.weight_sync.nccl import WEIGHTS_ROUTE
 
@@ -29,7 +29,7 @@ MOST_BYTES = 64 << 20
 STOP_S = 5.0
 """How long answers under way have when the server stops."""
 LINGER_S = 0.004
-"""How long a batch waits for one more request: over HTTP, trajectories that speak together don't arrive together."""
+"""`HfEngine.linger_s` for a served engine: over HTTP, requests that are made together don't arrive together."""
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _log = logging.getLogger(__name__)
@@ -76,8 +76,9 @@ class EngineServer:
         except OSError as error:
             await runner.cleanup()
             await self._engine.stop()
+            where = f"{self._host}:{self._port}"
             raise ConfigError(
-                f"an engine server can't listen on {self._host}:{self._port} ({error.strerror}); give another engine.port, or null"
+                f"an engine server can't listen on {where} ({error.strerror}); give another engine.port, or null"
             ) from error
         self._port = runner.addresses[0][1]
         self._runner = runner
@@ -85,7 +86,7 @@ class EngineServer:
     async def stop(self) -> None:
         """Fail what waits, stop listening, leave the trainer's group. Safe to call twice."""
         await self._engine.stop()
-        self._weights.leave()
+        await self._weights.leave()
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
@@ -118,9 +119,9 @@ class EngineServer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """The token, and every error as an answer."""
         given = request.headers.get("Authorization", "").encode()
-        if self._token is not None and request.path != "/health":
-            if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
-                return web.json_response({"error": "Unauthorized"}, status=401)
+        free = self._token is None or request.path == "/health"
+        if not free and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+            return web.json_response({"error": "Unauthorized"}, status=401)
         try:
             return await handler(request)
         except ValueError as error:
@@ -149,21 +150,19 @@ class EngineServer:
 
     async def _generate(self, request: web.Request) -> web.Response:
         engine = self._engine
-        asked, sampling = read_request(
-            await _json(request), context_limit=engine.context_limit, vocab_size=engine.vocab_size
-        )
+        asked, sampling = read_request(await _json(request), context_limit=engine.context_limit, vocab_size=engine.vocab_size)
         try:
             completion = await engine.generate(tuple(asked.token_ids), sampling)
         except AbortedError:
             completion = None
-        label = {} if completion is None else {version: self._weights.label for version in completion.policy_versions[-1:]}
+        label = {0: DEFAULT_LABEL} if self._weights.label == DEFAULT_LABEL else {}
         return web.json_response(answer_body(asked, completion, model=self._model, label=label))
 
     async def _pause(self, request: web.Request) -> web.Response:
         mode = request.query.get("mode", "abort")
-        if mode not in ("keep", "wait", "abort"):
+        if mode not in get_args(PauseMode):
             raise ValueError(f"mode={mode!r} is none; there are keep, wait and abort")
-        await self._engine.pause(mode)
+        await self._engine.pause(cast(PauseMode, mode))
         return web.json_response({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:
@@ -185,9 +184,8 @@ class EngineServer:
         return web.json_response(await self._weights.describe({}, checksums=checksums))
 
 
-async def serve_engine(engine: HfEngine, announce: Callable[[str], None], **options: Any) -> None:
-    """Serve `engine` until cancelled; `announce` hears the URL once it answers. `options` are those of `EngineServer`."""
-    server = EngineServer(engine, **options)
+async def serve_engine(server: EngineServer, announce: Callable[[str], None]) -> None:
+    """Run `server` until cancelled; `announce` hears its URL once it answers."""
     await server.start()
     try:
         announce(server.url)

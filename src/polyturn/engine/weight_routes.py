@@ -6,8 +6,6 @@ serve. vLLM refuses a `start` while an update is open; here it gives that one up
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from functools import partial
 from typing import Any
@@ -20,8 +18,6 @@ from polyturn.errors import EngineError
 from polyturn.processes.threads import in_thread, in_thread_within
 from polyturn.weight_sync.base import checksum
 from polyturn.weight_sync.transfer import InitInfo, TransferGroup, UpdateInfo, receive
-
-_log = logging.getLogger(__name__)
 
 
 class WeightRoutes:
@@ -40,7 +36,7 @@ class WeightRoutes:
     async def init(self, body: dict[str, Any]) -> dict[str, Any]:
         """Join a trainer's group, and leave the one before."""
         info = InitInfo.from_json(body.get("init_info"))
-        self.leave()
+        await self.leave()
         device = next(iter(self._engine.named_weights().values())).device
         if info.backend == "nccl" and device.type != "cuda":
             raise ValueError(f"NCCL sends between GPUs, and this engine's weights are on the {device.type}; use gloo")
@@ -54,7 +50,7 @@ class WeightRoutes:
 
     async def shutdown(self, body: dict[str, Any]) -> dict[str, Any]:
         """Leave the group."""
-        self.leave()
+        await self.leave()
         return {"message": "Weight transfer shut down"}
 
     async def start(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +81,7 @@ class WeightRoutes:
         except BaseException as error:
             # The trainer left, or what it sent can't be used: parts of the old and the new weights lie side by side.
             self._engine.fail_update(update, f"a weight update did not complete ({type(error).__name__}: {error})")
-            self.leave()
+            await self.leave()
             raise
         return {"message": "Weights updated"}
 
@@ -111,12 +107,11 @@ class WeightRoutes:
             answer["checksums"] = await in_thread(_checksums, own)
         return answer
 
-    def leave(self) -> None:
+    async def leave(self) -> None:
         """Leave the group, if there is one."""
         group, self._group, self._info = self._group, None, None
         if group is not None:
-            # It may have to wait until a broadcast that hangs has passed its own deadline.
-            threading.Thread(target=group.cut, name="leaving a weight transfer group", daemon=True).start()
+            await group.leave()
 
     def _open_update(self) -> WeightUpdate:
         if self._update is None:

@@ -124,7 +124,9 @@ def answer_body(
     logprobs = None
     if completion is not None and request.sampling_params.logprobs is not None:
         pairs = zip(completion.ids, completion.engine_logprobs, strict=True)
-        content = [{"token_id": token, "logprob": logprob, "rank": None, "top_logprobs": []} for token, logprob in pairs]
+        content: list[dict[str, Any]] = [
+            {"token_id": token, "logprob": logprob, "rank": None, "top_logprobs": []} for token, logprob in pairs
+        ]
         logprobs = {"content": content}
     choice = {
         "index": 0,

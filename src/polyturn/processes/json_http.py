@@ -1,4 +1,4 @@
-"""Asks another process of the run, or a server beside it, for JSON over HTTP: with its token, and a deadline for every answer."""
+"""Asks another process of the run, or a server beside it, for JSON over HTTP: with its token, and within a deadline."""
 
 from __future__ import annotations
 

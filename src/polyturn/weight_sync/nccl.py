@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -83,9 +82,10 @@ class NcclBridge:
             async with deadline(self._deadline_s, what):
                 await self._push(version)
         except DeadlineError as error:
-            place = self._place()  # before giving up changes it
-            await self._give_up()
-            raise DeadlineError(f"{error}; {place}") from error
+            silent = await self._give_up() or [url for url in self._urls if url in self._waiting]
+            tensor = f", at {self._tensor}" if self._tensor else ""
+            who = " and ".join(silent) or "the trainer itself"
+            raise DeadlineError(f"{error}; in {self._phase}{tensor}, it waited for {who}") from error
         except BaseException as error:
             await self._give_up()
             if isinstance(error, Exception) and not isinstance(error, PolyturnError):
@@ -98,7 +98,7 @@ class NcclBridge:
 
     async def close(self) -> None:
         """Leave the group and close the connections. A later push meets anew."""
-        self._leave()
+        await self._leave()
         await self._client.close()
 
     # ── phases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -153,7 +153,9 @@ class NcclBridge:
         )
         self._at("meet", self._urls)
         async with TaskSet("the members of the weight transfer group") as tasks:
-            joining = tasks.start(in_thread(partial(TransferGroup, info(rank_offset=1), device, listener=listener)), "the trainer")
+            joining = tasks.start(
+                in_thread(partial(TransferGroup, info(rank_offset=1), device, listener=listener)), "the trainer"
+            )
             for place, url in enumerate(self._urls):
                 body = {"init_info": info(rank_offset=1 + sum(sizes[:place])).to_json()}
                 tasks.start(self._ask("POST", url, "/init_weight_transfer_engine", version, body), url)
@@ -231,28 +233,28 @@ class NcclBridge:
     def _at(self, phase: str, urls: Sequence[str]) -> None:
         self._phase, self._tensor, self._waiting = phase, "", set(urls)
 
-    def _place(self) -> str:
-        who = " and ".join(url for url in self._urls if url in self._waiting) or "the trainer"
-        return f"in {self._phase}, {who} did not get ready" + (f", at {self._tensor}" if self._tensor else "")
+    async def _give_up(self) -> list[str]:
+        """After a failure: leave the group, and resume the servers whose weights are right or who know that theirs are not.
 
-    async def _give_up(self) -> None:
-        """After a failure: leave the group, and let the servers go on that have the right weights or know they have not."""
-        self._leave()
-        self._confirmed = None
-        if not self._paused:
-            return
-        self._paused = False
+        Returns the servers that say nothing any more.
+        """
+        paused, self._paused, self._confirmed = self._paused, False, None
+        silent: list[str] = []
 
         async def resume(url: str) -> None:
+            method, path = ("POST", "/resume") if paused and url not in self._wrong else ("GET", "/health")
             try:
-                await self._client.ask("POST", f"{url}/resume", limit_s=RESUME_S)
-            except (AskError, DeadlineError) as error:
-                _log.warning("a server was not resumed after a weight push that failed: %s", error)
+                await self._client.ask(method, url + path, limit_s=RESUME_S)
+            except DeadlineError:
+                silent.append(url)
+                _log.warning("after a weight push that failed, %s does not answer %s", url, path)
+            except AskError as error:
+                _log.warning("after a weight push that failed, %s", error)
 
-        await asyncio.gather(*(resume(url) for url in self._urls if url not in self._wrong))
+        await asyncio.gather(self._leave(), *map(resume, self._urls))
+        return silent
 
-    def _leave(self) -> None:
+    async def _leave(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            # It may have to wait until a broadcast that hangs has passed its own deadline.
-            threading.Thread(target=group.cut, name="leaving a weight transfer group", daemon=True).start()
+            await group.leave()

@@ -10,26 +10,32 @@ sides cut buckets from the same list by the same rule, so only bytes are sent.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
-from polyturn.errors import WeightSyncError
+from polyturn.errors import DeadlineError, WeightSyncError
+from polyturn.processes.threads import in_thread_within
 from polyturn.weight_sync.base import WeightSource, checksum
 
+dist: Any = torch.distributed  # most of what is used of it is in no stub
+Info = TypeVar("Info")
 Backend: TypeAlias = Literal["gloo", "nccl"]
 
 BUCKET_BYTES = 64 << 20
 NUM_BUFFERS = 2
 """Buckets under way at once: the next one is gathered and packed while one is sent."""
+LEAVE_S = 1.0
+"""How long leaving a group is waited for."""
 _POLL_S = 0.0002
 
 
@@ -169,7 +175,7 @@ class TransferGroup:
         limit = timedelta(seconds=info.timeout_s)
         self.device = device
         self._backend = info.backend
-        self._store = dist.TCPStore(
+        self._store: Any = dist.TCPStore(
             info.master_address,
             info.master_port,
             info.world_size,
@@ -218,12 +224,16 @@ class TransferGroup:
             work.wait()
             torch.cuda.current_stream().synchronize()
 
-    def cut(self) -> None:
-        """Leave: peers that wait for this rank fail at once, or when what they wait for is dropped. May block for long."""
+    async def leave(self) -> None:
+        """Leave: peers that wait for this rank fail. What hangs here goes on in its thread, until its own deadline."""
+        with contextlib.suppress(DeadlineError):
+            await in_thread_within(LEAVE_S, "a weight transfer group to be left", self._cut)
+
+    def _cut(self) -> None:
         group, self._group = self._group, None
         if self._backend == "nccl" and group is not None:
             group.abort()
-        del group
+        self._store = None
 
 
 def send(
@@ -316,11 +326,11 @@ def _is_whole(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool)
 
 
-def _from_json(cls: Any, given: object) -> Any:
+def _from_json(cls: type[Info], given: object) -> Info:
     if not isinstance(given, dict):
         raise ValueError(f"an object is needed, and this is {type(given).__name__}")
-    known = cls.__dataclass_fields__
-    unknown = sorted(given.keys() - known.keys())
+    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    unknown = sorted(given.keys() - set(known))
     if unknown:
         raise ValueError(f"{unknown[0]!r} is not known here; known: {', '.join(known)}")
     try:
