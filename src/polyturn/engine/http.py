@@ -77,9 +77,13 @@ class HttpEngine:
             DeadlineError: a server was not there in time; it is named, with what it said last.
             EngineError: a server refuses the token, or does not speak this protocol.
         """
-        async with TaskSet("the starts of the engine servers") as tasks:
-            for server in self._servers:
-                tasks.start(self._greet(server), server.url)
+        try:
+            async with TaskSet("the starts of the engine servers") as tasks:
+                for server in self._servers:
+                    tasks.start(self._greet(server), server.url)
+        except BaseException:
+            await self._client.close()
+            raise
         self._started = True
 
     async def generate(
