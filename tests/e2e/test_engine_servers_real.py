@@ -18,7 +18,7 @@ from polyturn.engine.hf import HfEngine
 from polyturn.engine.http import HttpEngine
 from polyturn.errors import DeadlineError, EngineError, WeightSyncError
 from polyturn.models.tiny import build_tiny
-from polyturn.processes.json_http import JsonClient
+from polyturn.processes.json_http import AskError, JsonClient
 from polyturn.types import SamplingParams
 from polyturn.weight_sync.base import WholeWeights
 from polyturn.weight_sync.nccl import NcclBridge
@@ -36,7 +36,7 @@ def tiny(seed: int):
 
 @contextlib.asynccontextmanager
 async def pushing(*servers: EngineProcess, deadline_s: float = 60.0, seed: int = 1):
-    """An engine and a bridge of a trainer to these servers, and the trainer's model."""
+    """An engine and a bridge of a trainer to these servers."""
     model = tiny(seed)
     urls = [server.url for server in servers]
     engine = HttpEngine(urls, token=TOKEN, start_deadline_s=60)
@@ -51,7 +51,7 @@ async def pushing(*servers: EngineProcess, deadline_s: float = 60.0, seed: int =
     )
     await engine.start()
     try:
-        yield engine, bridge, model
+        yield engine, bridge
     finally:
         await engine.stop()
         await bridge.close()
@@ -67,7 +67,7 @@ async def is_paused(server: EngineProcess) -> bool:
 
 async def test_two_servers_say_what_the_engine_in_process_says():
     with EngineProcess(seed=2) as one, EngineProcess(seed=3) as other:
-        async with pushing(one, other) as (engine, bridge, model):
+        async with pushing(one, other) as (engine, bridge):
             for version in range(3):
                 await bridge.push(version)
                 assert engine.policy_version == version
@@ -88,21 +88,20 @@ async def test_two_servers_say_what_the_engine_in_process_says():
 
 async def test_a_server_killed_before_a_push_is_named_and_the_other_goes_on():
     with EngineProcess(seed=2) as one, EngineProcess(seed=3) as other:
-        async with pushing(one, other) as (engine, bridge, model):
+        async with pushing(one, other) as (engine, bridge):
             await bridge.push(0)
             one.kill()
             with pytest.raises(WeightSyncError, match=rf"push 1 failed in check: {one.url}/weight_info can't be reached"):
                 await bridge.push(1)
             assert not await is_paused(other)
             with pytest.raises(EngineError, match=rf"{one.url}.* can't be reached"):
-                for session in "abcdef":
-                    await engine.generate((0, 7), SamplingParams(max_tokens=4), session=session)
+                await asyncio.gather(*(engine.generate((0, 7), SamplingParams(max_tokens=4)) for _ in range(2)))
             one.begin({"seed": 2})  # for the end of the block
 
 
 async def test_a_server_killed_during_a_push_is_named_and_the_other_serves_nothing_mixed():
     with EngineProcess(seed=2, fault="kill", at=3) as one, EngineProcess(seed=3) as other:
-        async with pushing(one, other) as (engine, bridge, model):
+        async with pushing(one, other) as (engine, bridge):
             with pytest.raises(WeightSyncError, match=rf"push 0 failed in update, at .*: {one.url}/update_weights"):
                 await bridge.push(0)
             assert not await is_paused(other)
@@ -117,27 +116,25 @@ async def test_a_server_killed_during_a_push_is_named_and_the_other_serves_nothi
 
 async def test_a_server_killed_after_a_push_and_restarted_with_old_weights_is_noticed():
     with EngineProcess(seed=2) as one, EngineProcess(seed=3) as other:
-        async with pushing(one, other) as (engine, bridge, model):
+        async with pushing(one, other) as (engine, bridge):
             await bridge.push(0)
             await bridge.push(1)
             one.again()
             old = rf"{one.url} sampled with weights of version 0 after it had confirmed version 1"
             with pytest.raises(EngineError, match=old):
-                for session in "abcdef":
-                    await engine.generate((0, 7), SamplingParams(max_tokens=4), session=session)
+                await asyncio.gather(*(engine.generate((0, 7), SamplingParams(max_tokens=4)) for _ in range(2)))
             with pytest.raises(WeightSyncError, match=rf"{one.url} serves weights 'default' before push 2.*restarted"):
                 await bridge.push(2)
             await bridge.push(2)
             assert engine.policy_version == 2
-            for session in "ghijkl":
-                completion = await engine.generate((0, 7), SamplingParams(max_tokens=4), session=session)
-                assert set(completion.policy_versions) == {2}
+            both = await asyncio.gather(*(engine.generate((0, 7), SamplingParams(max_tokens=4)) for _ in range(2)))
+            assert [set(completion.policy_versions) for completion in both] == [{2}, {2}]
 
 
 @pytest.mark.parametrize("fault", ["stop", "slow"])
 async def test_a_server_that_hangs_in_a_push_is_named_within_the_deadline(fault):
     with EngineProcess(seed=2, fault=fault, at=2) as one, EngineProcess(seed=3) as other:
-        async with pushing(one, other, deadline_s=8.0) as (engine, bridge, model):
+        async with pushing(one, other, deadline_s=8.0) as (_, bridge):
             with pytest.raises(DeadlineError, match=r"waited 8 s for weight push 0 to 2 engine servers.* in update") as caught:
                 await bridge.push(0)
             assert one.url in str(caught.value)
@@ -177,31 +174,32 @@ def test_a_push_that_hangs_does_not_keep_the_trainer_from_ending():
     assert done.stdout.splitlines()[0] == "DeadlineError", done.stderr
 
 
+@contextlib.contextmanager
+def a_trainer_of(server: EngineProcess):
+    """A process that pushes to `server`, with all the time in the world."""
+    words = [sys.executable, "-c", TRAINER.replace("3.0", "600.0"), server.url, str(Path(__file__).parents[1])]
+    process = subprocess.Popen(words)
+    yield process
+    process.kill()
+    process.wait(30)
+
+
 async def test_a_trainer_killed_during_a_push_leaves_a_server_that_refuses():
-    with EngineProcess(seed=2, fault="slow", at=1) as one:
-        tests = str(Path(__file__).parents[1])
-        trainer = subprocess.Popen([sys.executable, "-c", TRAINER.replace("3.0", "600.0"), one.url, tests])
-        client = JsonClient(TOKEN)
-        try:
-            for _ in range(600):
-                if (await client.ask("GET", f"{one.url}/is_paused", limit_s=30))["is_paused"]:
-                    break
-                await asyncio.sleep(0.1)
-            await asyncio.sleep(1.0)  # into the update
-            trainer.kill()
-            trainer.wait(30)
-            # A second run finds it paused and half-updated, and says so.
-            for _ in range(300):
-                with contextlib.suppress(EngineError):
-                    engine = HttpEngine([one.url], token=TOKEN)
-                    await engine.start()
-                    await engine.stop()
-                    await asyncio.sleep(0.1)
-                    continue
+    with EngineProcess(seed=2, fault="slow", at=1) as one, a_trainer_of(one) as trainer:
+        for _ in range(600):
+            if await is_paused(one):
                 break
-            else:
-                pytest.fail("the server never noticed that its trainer is gone")
-        finally:
-            trainer.kill()
-            trainer.wait(30)
-            await client.close()
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(1.0)  # into the update
+        trainer.kill()
+        # A second run finds it half-updated, and says so.
+        client = JsonClient(TOKEN)
+        for _ in range(300):
+            with contextlib.suppress(AskError):
+                await client.ask("GET", f"{one.url}/health", limit_s=30)
+                await asyncio.sleep(0.1)
+                continue
+            break
+        await client.close()
+        with pytest.raises(EngineError, match="a weight update did not complete"):
+            await HttpEngine([one.url], token=TOKEN).start()

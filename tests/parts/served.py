@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from polyturn.engine.hf import HfEngine
@@ -10,6 +12,15 @@ from polyturn.engine.server import EngineServer
 from polyturn.types import Completion, SamplingParams
 
 TOKEN = "a-token-for-tests"
+
+
+async def until(condition: Callable[[], object], what: str = "it") -> None:
+    """Wait until `condition` holds."""
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{what} never came")
 
 
 class Served:

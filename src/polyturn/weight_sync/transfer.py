@@ -169,12 +169,19 @@ class TransferGroup:
     def __init__(self, info: InitInfo, device: torch.device, *, listener: socket.socket | None = None) -> None:
         """Join as rank `rank_offset`, or as rank 0 with the store's `listener`. `device` is where buckets will lie.
 
-        Raises RuntimeError when the others don't come in time, or this torch lacks the backend.
+        Raises TransferError when the others don't come in time, or this torch lacks the backend.
         """
-        rank = 0 if listener is not None else info.rank_offset
-        limit = timedelta(seconds=info.timeout_s)
         self.device = device
         self._backend = info.backend
+        try:
+            self._join(info, listener)
+        except (RuntimeError, OSError) as error:
+            place = f"{info.master_address}:{info.master_port}"
+            raise TransferError(f"the weight transfer group at {place} was not joined: {_first_line(error)}") from None
+
+    def _join(self, info: InitInfo, listener: socket.socket | None) -> None:
+        rank = 0 if listener is not None else info.rank_offset
+        limit = timedelta(seconds=info.timeout_s)
         self._store: Any = dist.TCPStore(
             info.master_address,
             info.master_port,
@@ -273,7 +280,7 @@ def send(
         while sent:
             wait_for_first()
     except (RuntimeError, TimeoutError) as error:
-        failure = str(error)
+        failure = _first_line(error)
     finally:
         sent.clear()  # whoever keeps a broadcast keeps the connections open, and the peers waiting
     if failure is not None:
@@ -306,7 +313,7 @@ def receive(
             names, bucket, work = coming.popleft()
             load(unpack(bucket, {name: shapes[name] for name in names}))
     except (RuntimeError, TimeoutError) as error:
-        failure = str(error)
+        failure = _first_line(error)
     finally:
         work = None
         coming.clear()
@@ -320,6 +327,11 @@ def listen(host: str) -> socket.socket:
         return socket.create_server((host, 0), backlog=128)
     except OSError as error:
         raise WeightSyncError(f"weight_sync can't listen on {host} ({error}); give an address of this machine") from error
+
+
+def _first_line(error: BaseException) -> str:
+    """What it says, without the native stack that torch may add."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _is_whole(number: object) -> bool:

@@ -191,7 +191,9 @@ async def test_a_newer_update_takes_over_and_the_older_can_do_nothing(engine):
     weights = new_weights()
     older = await engine.begin_update()
     gate = Gate(engine, "_copy")
-    copying = asyncio.create_task(asyncio.to_thread(engine.load, older, {"model.norm.weight": weights["model.norm.weight"] + 1}))
+    copying = asyncio.create_task(
+        asyncio.to_thread(engine.load, older, {"model.norm.weight": weights["model.norm.weight"] + 1})
+    )
     await gate.reached()
     beginning = asyncio.create_task(engine.begin_update())
     await asyncio.sleep(0.01)
@@ -210,7 +212,7 @@ async def test_a_newer_update_takes_over_and_the_older_can_do_nothing(engine):
 
 async def test_an_unknown_tensor_is_named(engine):
     update = await engine.begin_update()
-    with pytest.raises(EngineError, match="extra.weight is no weight of this model"):
+    with pytest.raises(EngineError, match=r"extra\.weight is no weight of this model"):
         engine.load(update, {"extra.weight": torch.zeros(1)})
 
 

@@ -64,9 +64,7 @@ def test_a_completion_arrives_as_it_was_sampled(completion):
 
 def test_the_answer_has_the_form_of_vllm():
     request, _ = read_request(plain_request(), context_limit=CONTEXT, vocab_size=VOCAB)
-    completion = Completion(
-        ids=(7, 8, 2), engine_logprobs=(-0.5, -1.0, -0.25), policy_versions=(3, 4, 4), stop_reason="stop"
-    )
+    completion = Completion(ids=(7, 8, 2), engine_logprobs=(-0.5, -1.0, -0.25), policy_versions=(3, 4, 4), stop_reason="stop")
     answer = answer_body(request, completion, model="m", label={})
     (choice,) = answer["choices"]
     assert choice == {
@@ -127,7 +125,7 @@ def test_a_request_that_can_not_be_served_is_refused(change, said):
 
 @pytest.mark.parametrize("body", [None, [], 3, "text", {}])
 def test_what_is_no_request(body):
-    with pytest.raises(ValueError, match="body|token_ids"):
+    with pytest.raises(ValueError, match=r"body|token_ids"):
         read_request(body, context_limit=32, vocab_size=VOCAB)
 
 
