@@ -12,6 +12,8 @@ from polyturn.errors import WeightSyncError
 _CHUNK_WORDS = 1 << 22
 """Words of a tensor that are summed at once: a checksum takes little memory, however large the tensor."""
 
+_kept_places: dict[torch.device, torch.Tensor] = {}
+
 
 class WeightSource(Protocol):
     """The trainer, as a bridge sees it."""
@@ -85,8 +87,17 @@ def checksum(tensor: torch.Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), _CHUNK_WORDS):
         chunk = flat[start : start + _CHUNK_WORDS].to(torch.int64)
-        total += chunk.mul_(_place_weights(start, len(chunk), chunk.device)).sum()
+        places = _place_weights(start, len(chunk), chunk.device) if start else _first_places(len(chunk), chunk.device)
+        total += chunk.mul_(places).sum()
     return int(total)
+
+
+def _first_places(count: int, device: torch.device) -> torch.Tensor:
+    """Weights of the first places, kept from one tensor to the next: most tensors are one chunk, and these cost the most."""
+    known = _kept_places.get(device)
+    if known is None or len(known) < count:
+        known = _kept_places[device] = _place_weights(0, count, device)
+    return known[:count]
 
 
 def _place_weights(start: int, count: int, device: torch.device) -> torch.Tensor:
