@@ -1,6 +1,6 @@
 """Seconds of a weight push to engine servers in processes of their own, by the nccl bridge over gloo on CPUs.
 
-    python benchmarks/weight_push.py [--servers 1] [--pushes 10]
+    python benchmarks/weight_push.py [--servers 1 2] [--pushes 10]
 
 Two models with random weights: `builtin:tiny`, and one of the shape of SmolLM2-135M (float32). A push counts from the call to
 the confirmed version: pause, update, finish, confirm, resume. Verified pushes compare the checksums of all tensors, too.
@@ -80,13 +80,13 @@ async def serve(name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--serve", metavar="MODEL", help=argparse.SUPPRESS)
-    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--servers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--pushes", type=int, default=10)
     options = parser.parse_args()
     if options.serve:
         asyncio.run(serve(options.serve))
         return
-    rows = [measure(name, options.servers, options.pushes) for name in ("tiny", "smollm2-shaped")]
+    rows = [measure(name, count, options.pushes) for name in ("tiny", "smollm2-shaped") for count in options.servers]
     print(json.dumps({**describe_machine(), "rows": rows}, indent=1))
 
 
