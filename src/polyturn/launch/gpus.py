@@ -64,7 +64,7 @@ def place(recipe: Recipe, gpus: Sequence[str]) -> Placement:
             "trainer.device=cpu"
         )
     free = range(len(gpus))
-    taken = set(engine.devices or ())
+    taken = set(engine.devices or ()) if num_engines else set[int]()
     first = trainer.devices or tuple(number for number in free if number not in taken)[: trainer.num_ranks]
     left = tuple(number for number in free if number not in first)
     last = (engine.devices or left[len(left) - num_engines :]) if num_engines else ()
@@ -87,9 +87,7 @@ def _refuse_numbered_device(recipe: Recipe) -> None:
         )
 
 
-def _refuse_wrong_numbers(
-    section: str, devices: Sequence[int] | None, count: int, count_key: str, gpus: Sequence[str]
-) -> None:
+def _refuse_wrong_numbers(section: str, devices: Sequence[int] | None, count: int, count_key: str, gpus: Sequence[str]) -> None:
     if devices is None or count == 0:
         return
     shown = f"{section}.devices={list(devices)}"

@@ -122,7 +122,13 @@ def _spec(name: str, config: Path, environment: dict[str, str], start_deadline_s
 
 
 def _command(name: str, config: Path) -> tuple[str, ...]:
-    return (sys.executable, "-m", "polyturn", "role", name, "--config", str(config))
+    return (*_python(), "-m", "polyturn", "role", name, "--config", str(config))
+
+
+def _python() -> tuple[str, ...]:
+    """The interpreter; it looks for modules in the working folder first only where this one does."""
+    here_first = bool(sys.path) and Path(sys.path[0] or ".").resolve() == Path.cwd()
+    return (sys.executable,) if here_first or sys.version_info < (3, 11) else (sys.executable, "-P")
 
 
 def _cores() -> int:

@@ -37,6 +37,10 @@ class RoleSpec:
 class StartedRole(Protocol):
     """A role that was started, wherever it runs."""
 
+    @property
+    def pid(self) -> int | None:
+        """Its process id, when it is a child of this process."""
+
     async def wait(self) -> int:
         """Its exit code once it has ended, negative for the signal that ended it. May be called several times."""
 

@@ -40,6 +40,11 @@ class LocalRole:
     def __init__(self, process: Popen[bytes]) -> None:
         self._process = process
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
     async def wait(self) -> int:
         """Its exit code, told by the kernel where that is possible, and asked for all the time elsewhere."""
         try:

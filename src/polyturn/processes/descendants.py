@@ -98,7 +98,7 @@ def end_descendants(*, grace_s: float, limit_s: float) -> list[int]:
         time.sleep(_LOOK_S)
 
 
-def collect_orphans(own: Collection[int]) -> None:
+def collect_orphans(own: Collection[int | None]) -> None:
     """Take note of dead children that this process did not start but was handed; those in `own` are left alone."""
     for found in descendants():
         if found.ended and found.parent == os.getpid() and found.pid not in own:
