@@ -105,13 +105,16 @@ class Health:
         if not late:
             return None
         late_s, wait = max(late, key=lambda pair: pair[0])
-        limit_s = (wait.deadline or 0.0) - wait.since
         return Loss(
             role=role,
-            words=f"hangs: it waits for {wait.what}, and is {late_s:.0f} s past its deadline of {limit_s:g} s",
+            words=f"hangs: it waits for {wait.what}, and is {late_s:.0f} s past its deadline of {_limit(wait)}",
             blame=Blame.ITSELF,
             when=now - late_s,
         )
+
+
+def _limit(wait: Wait) -> str:
+    return f"{round((wait.deadline or 0.0) - wait.since, 3):g} s"
 
 
 def _waiting(beat: Beat) -> str:
@@ -119,6 +122,6 @@ def _waiting(beat: Beat) -> str:
     if not beat.waits:
         return "it waited for nothing"
     first = beat.waits[0]
-    limit = "" if first.deadline is None else f", with a deadline of {first.deadline - first.since:g} s"
+    limit = "" if first.deadline is None else f", with a deadline of {_limit(first)}"
     more = f", and {beat.num_waits - 1} more" if beat.num_waits > 1 else ""
     return f"it had waited {max(0.0, beat.written - first.since):.0f} s for {first.what}{limit}{more}"

@@ -6,8 +6,8 @@ import asyncio
 import secrets
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from polyturn.config.schema import Recipe
 from polyturn.launch.logs import LogView
 from polyturn.launch.losses import report
 from polyturn.launch.specs import RoleSpec
@@ -15,6 +15,9 @@ from polyturn.launch.starter import LocalStarter
 from polyturn.launch.supervisor import DRIVER, Outcome, Patience, Supervisor
 from polyturn.metrics.run_folder import RunFolder
 from polyturn.processes.keeper import remove_scratch
+
+if TYPE_CHECKING:
+    from polyturn.config.schema import Recipe
 
 _VIEW_S = 10.0
 

@@ -55,9 +55,7 @@ class Follower:
                 if size - self._place > _MOST_BEHIND_BYTES:
                     skipped = size - _READ_BYTES - self._place
                     lines += self._take(b"\n" if self._rest else b"")
-                    lines.append(
-                        Line(self._role, f"({skipped} bytes came too fast to be shown here; they are in {self._path})")
-                    )
+                    lines.append(Line(self._role, f"({skipped} bytes came too fast for this view; they are in {self._path})"))
                     self._place += skipped
                 file.seek(self._place)
                 while data := file.read(_READ_BYTES):
@@ -112,8 +110,8 @@ class LogView:
 
     def _run(self) -> None:
         try:
-            with self._all.open("a", encoding="utf-8", errors="replace") as file:
-                self._follow(lambda text: file.write(text) and file.flush())
+            with self._all.open("a", encoding="utf-8", errors="replace", buffering=1) as file:
+                self._follow(file.write)
         except OSError as error:
             _log.warning("%s can't be written (%s); the run goes on without it", self._all, error.strerror)
             self._follow(lambda text: None)

@@ -50,7 +50,7 @@ class LocalRole:
         try:
             descriptor = os.pidfd_open(self._process.pid)
         except (AttributeError, OSError):  # not Linux, an old one, or forbidden; or it has been collected already
-            while self._process.poll() is None:
+            while self._process.poll() is None:  # noqa: ASYNC110 - nobody could set an event
                 await asyncio.sleep(_LOOK_S)
             return self._process.returncode
         ended = asyncio.Event()

@@ -127,6 +127,7 @@ class Supervisor:
         self._segments = SharedMemory()
         self._tidied = 0.0
         self._failed_start: Loss | None = None
+        self._cause: Loss | None = None
 
     async def run(self) -> Outcome:
         """Start, watch, end. Returns when nothing is left of any role; raises nothing that a role can cause."""
@@ -283,6 +284,7 @@ class Supervisor:
         cause = root_cause(losses)
         if cause.blame == Blame.LOST_SOMETHING:
             cause = root_cause([cause, *self._health.silent_for(self._watched(), self._patience.suspect_s)])
+        self._cause = cause
         return Outcome(exit_code=cause.exit_code, loss=cause)
 
     # ── signals ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -335,7 +337,7 @@ class Supervisor:
     async def _end_all(self) -> None:
         """End every role that is left, those that started last first, then all that they left behind."""
         self._requests.ending = True
-        self._look_at_segments()
+        self._segments.look(_family, again=True)
         for stage in sorted({role.spec.stage for role in self._alive()}, reverse=True):
             await self._end_stage([role for role in self._alive() if role.spec.stage == stage])
         if self._sweep:
@@ -347,6 +349,7 @@ class Supervisor:
     async def _end_stage(self, roles: list[_Running]) -> None:
         """Ask, wait, kill."""
         hanging = {loss.role for loss in self._health.silent_for(self._watched(), self._patience.silence_s)}
+        hanging |= {self._cause.role} if self._cause is not None and self._cause.hangs else set()
         for role in roles:
             if not hanging & {role.spec.name, *role.spec.members}:
                 role.started.terminate()
@@ -376,7 +379,9 @@ class Supervisor:
         if time.monotonic() - self._tidied > _TIDY_S:
             self._tidied = time.monotonic()
             collect_orphans(own={role.started.pid for role in self._running.values()})
-            self._look_at_segments()
+            self._segments.look(_family, again=True)
+        self._segments.look(_family)
 
-    def _look_at_segments(self) -> None:
-        self._segments.look(member.pid for member in descendants())
+
+def _family() -> list[int]:
+    return [member.pid for member in descendants()]

@@ -42,13 +42,16 @@ def process(pid: int) -> Process | None:
     return Process(pid=pid, parent=int(fields[1]), state=fields[0].decode(), started=int(fields[19]))
 
 
+def all_pids() -> list[int]:
+    """The numbers of all processes; empty where there is no /proc."""
+    return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()] if HAS_PROC else []
+
+
 def descendants() -> list[Process]:
     """Everybody below this process, the dead that nobody has collected included; parents before their children."""
-    if not HAS_PROC:
-        return []
     children: dict[int, list[Process]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit() and (found := process(int(name))) is not None:
+    for pid in all_pids():
+        if (found := process(pid)) is not None:
             children.setdefault(found.parent, []).append(found)
     family: list[Process] = list(children.get(os.getpid(), ()))
     for member in family:  # grows while it is walked

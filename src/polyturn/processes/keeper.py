@@ -9,6 +9,7 @@ supervisor gets a SIGTERM from the kernel, and ends the run in order.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -110,13 +111,11 @@ class _Keeper:
         """Hand a signal on. The child's number is its own until `waitpid` has returned."""
         number = signal.SIGTERM if number == signal.SIGHUP else number
         self._forwarded.add(number)
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(self._child, number)
-        except ProcessLookupError:
-            pass
 
     def _end_family(self) -> None:
-        self._segments.look([member.pid for member in descendants()])
+        self._segments.look(lambda: [member.pid for member in descendants()])
         left = end_descendants(grace_s=_GRACE_S, limit_s=_LIMIT_S)
         if left:
             print(f"polyturn: error: these processes of the run could not be ended: {left}", file=sys.stderr, flush=True)

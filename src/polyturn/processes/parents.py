@@ -43,7 +43,7 @@ def die_with_starter() -> None:
 
 
 def become_subreaper() -> bool:
-    """Have orphans among this process's descendants handed to it, instead of to process 1. False where there is no such thing."""
+    """Have orphans among this process's descendants handed to it, instead of to process 1. False where that can't be."""
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from polyturn.processes.descendants import all_pids
 
 _FOLDER = Path("/dev/shm")
 
@@ -21,23 +23,29 @@ class SharedMemory:
         self._folder = folder
         self._before = self._present()
         self._seen: dict[Path, int] = {}
+        self._strange: dict[Path, int] = {}
 
-    def look(self, pids: Iterable[int]) -> None:
-        """Note which segments, made since this object was, the processes `pids` use now."""
+    def look(self, pids: Callable[[], Iterable[int]], *, again: bool = False) -> None:
+        """Note which segments, made since this object was, the processes `pids()` use now.
+
+        Looking costs next to nothing while there are no new segments; those that were nobody's at the last look are passed
+        over, unless `again`.
+        """
         fresh = self._new()
-        if fresh:
-            for pid in pids:
-                for path in _used_by(pid, self._folder) & fresh.keys():
-                    self._seen[path] = fresh[path]
+        if fresh.items() <= self._seen.items() | (set() if again else self._strange.items()):
+            return
+        for pid in pids():
+            for path in _used_by(pid, self._folder) & fresh.keys():
+                self._seen[path] = fresh[path]
+        self._strange = {path: inode for path, inode in fresh.items() if path not in self._seen}
 
     def sweep(self) -> list[Path]:
         """Remove the noted segments that no process uses any more; those that were removed."""
         present = self._present()
         left = {path for path, inode in self._seen.items() if present.get(path) == inode}
         if left:
-            for name in os.listdir("/proc"):
-                if name.isdigit():
-                    left -= _used_by(int(name), self._folder)
+            for pid in all_pids():
+                left -= _used_by(pid, self._folder)
         for path in left:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -59,11 +67,11 @@ def _used_by(pid: int, folder: Path) -> set[Path]:
     found: set[str] = set()
     prefix = f"{folder}/"
     try:
-        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as lines:
+        with Path(f"/proc/{pid}/maps").open(encoding="utf-8", errors="surrogateescape") as lines:
             found |= {line[line.index(prefix) :].rstrip("\n") for line in lines if prefix in line}
-        for entry in os.listdir(f"/proc/{pid}/fd"):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                target = os.readlink(f"/proc/{pid}/fd/{entry}")
+                target = str(entry.readlink())
                 if target.startswith(prefix):
                     found.add(target)
     except OSError:

@@ -18,7 +18,7 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
@@ -94,7 +94,7 @@ class LoopbackRendezvous(RendezvousHandler):
         listener.bind((_LOOPBACK, 0))
         listener.listen(128)
         self._port = int(listener.getsockname()[1])
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             _LOOPBACK,
             self._port,
             is_master=True,
