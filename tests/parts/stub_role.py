@@ -1,4 +1,4 @@
-"""A role for tests of whoever starts and ends roles: it does what its arguments say, in order, and knows Python's own library only.
+"""A role for tests of whoever starts and ends roles: it does what its arguments say, in order, and starts in no time.
 
 python stub_role.py engine-0 serve beat forever
 """

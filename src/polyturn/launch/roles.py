@@ -16,7 +16,7 @@ from polyturn.processes.role import AGENT
 TRAINER_START_S = 600.0
 """Time until every rank of the trainer writes its heartbeat: starting Python, and importing torch in the agent."""
 
-_SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
+_SECRET = re.compile(r"(key|token|secret|passw\w*|credentials?)(_|$)", re.IGNORECASE)
 
 
 def needs_processes(recipe: Recipe) -> bool:

@@ -124,6 +124,6 @@ def test_the_line_of_a_role_shows_no_secret():
     lines = [described(spec) for spec in specs(everything(env=own)).values()]
     assert not any("secret" in line or "\n" in line for line in lines)
     assert lines[0].startswith("environment-0: CUDA_VISIBLE_DEVICES='' DB_PASSWORD=(set) EMPTY='' HF_TOKEN=(set) ")
-    assert lines[0].endswith(" TWO='a b' WANDB_API_KEY=(set)")
+    assert lines[0].endswith(" TOKENIZERS_PARALLELISM=false TWO='a b' WANDB_API_KEY=(set)")
     assert "POLYTURN_RUN_TOKEN=(set)" in lines[0]
     assert lines[-1].startswith("trainer-agent (trainer-0 to trainer-1): ")

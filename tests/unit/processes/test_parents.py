@@ -45,7 +45,7 @@ def orphan(how: str) -> int:
         "parents.die_with_starter()",
         "parents.die_with_parent(signal.SIGTERM, os.getppid())",
         # It takes no notice of the request, and is killed.
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN); parents.die_with_parent(signal.SIGTERM, os.getppid(), kill_after_s=0.1)",
+        "signal.signal(15, signal.SIG_IGN); parents.die_with_parent(signal.SIGTERM, os.getppid(), kill_after_s=0.1)",
         # Where the kernel doesn't tell.
         "parents._prctl = lambda *_: False; parents.die_with_parent(signal.SIGTERM, os.getppid())",
     ],

@@ -27,11 +27,11 @@ def test_a_session_of_its_own_and_all_output_in_one_file(tmp_path):
 
 
 def test_what_can_not_be_started_leaves_no_descriptor_open(tmp_path):
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):
         with pytest.raises(FileNotFoundError):
             start_process(["/nowhere/python"], {}, tmp_path / "x.log")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_output_can_be_redirected_later(tmp_path):

@@ -80,7 +80,7 @@ def test_ranks_meet_on_the_loopback_device(tmp_path):
     sockets = {line.split()[9] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if open_to_all(line)}
     sockets |= {line.split()[9] for line in Path("/proc/net/tcp6").read_text().splitlines()[1:] if open_to_all(line)}
     for pid in [agent.process.pid, *pids]:
-        held = {os.readlink(entry).strip("socket:[]") for entry in Path(f"/proc/{pid}/fd").iterdir()}
+        held = {str(entry.readlink()).removeprefix("socket:[").rstrip("]") for entry in Path(f"/proc/{pid}/fd").iterdir()}
         assert not held & sockets, "it listens to more than this machine"
     assert agent.end()[0] == 0
     assert [path.read_text().split()[:2] for path in agent.said] == [["3.0", "127.0.0.1"]] * 2
@@ -95,7 +95,10 @@ def open_to_all(line: str) -> bool:
 
 def test_a_rank_that_is_killed_is_named_at_once(tmp_path):
     agent = Agent(
-        tmp_path, WAITS.replace("time.sleep(600)", "(signal.signal(signal.SIGTERM, lambda *_: time.sleep(3)), time.sleep(600))")
+        tmp_path,
+        WAITS.replace(
+            "time.sleep(600)", "(signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), os._exit(0))), time.sleep(600))"
+        ),
     )
     os.kill(agent.pids()[1], signal.SIGKILL)
     eventually(lambda: agent.endings()[1] == -9, "the note of the death")
