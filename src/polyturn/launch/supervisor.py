@@ -328,6 +328,8 @@ class Supervisor:
     def _driver_ended(self) -> int | None:
         """The exit code that the driver chose after it was asked to end; None when it was not, or complains itself."""
         code = self._ending_of(DRIVER)
+        if code is None:  # whoever watches it is silent about it, and ends as it did
+            code = next((role.code for role in self._running.values() if DRIVER in role.spec.members), None)
         if not self._requests.answered or code is None or code in OWN_CODES:
             return None
         return 128 - code if code == -signal.SIGINT else code if code > 0 else None

@@ -9,13 +9,16 @@ supervisor gets a SIGTERM from the kernel, and ends the run in order.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import sys
 import tempfile
 import threading
+from pathlib import Path
 from types import FrameType
 
 from polyturn.errors import ResourceError
@@ -27,7 +30,7 @@ from polyturn.processes.shared_memory import SharedMemory
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 3.0
 _LIMIT_S = 30.0
-_scratch: tuple[str, int] | None = None
+_scratch: tuple[Path, int] | None = None
 
 
 def keep() -> int | None:
@@ -42,8 +45,7 @@ def keep() -> int | None:
         raise RuntimeError("keep() forks, and a process with threads must not")
     segments = SharedMemory()
     become_subreaper()
-    scratch = tempfile.mkdtemp(prefix="polyturn-run-")
-    os.chmod(scratch, 0o711)  # noqa: PTH101 - a program in a sandbox, of another user, has its own folder below this one
+    scratch = Path(tempfile.gettempdir(), f"polyturn-run-{secrets.token_hex(8)}")
     keeper = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -62,24 +64,32 @@ def remove_scratch() -> None:
         shutil.rmtree(_scratch[0], ignore_errors=True)
 
 
-def _go_on(keeper: int, scratch: str) -> None:
+def _go_on(keeper: int, scratch: Path) -> None:
     """What makes the child a supervisor."""
     global _scratch
     _scratch = (scratch, keeper)
     os.setsid()
     become_subreaper()
-    os.environ["TMPDIR"] = tempfile.tempdir = scratch
+    atexit.register(remove_scratch)
+    scratch.mkdir(mode=0o700)
+    scratch.chmod(0o711)  # a program in a sandbox, of another user, has its own folder below this one
+    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)
     # A shell starts background commands with SIGINT ignored, and everybody would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, _exit_in_order)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     die_with_parent(signal.SIGTERM, keeper)
+
+
+def _exit_in_order(number: int, frame: FrameType | None) -> None:
+    """What a request to end does until the supervisor has its own answer to it."""
+    raise SystemExit(128 + number)
 
 
 class _Keeper:
     """The parent's side."""
 
-    def __init__(self, child: int, segments: SharedMemory, scratch: str) -> None:
+    def __init__(self, child: int, segments: SharedMemory, scratch: Path) -> None:
         self._child = child
         self._segments = segments
         self._scratch = scratch

@@ -299,6 +299,15 @@ def test_the_first_request_asks_the_driver_and_its_exit_code_is_the_runs(stub_ru
     assert "error" not in ended.err
 
 
+def test_a_driver_that_has_no_answer_to_a_request_ends_of_it(stub_run):
+    run = stub_run(engine(), trainer("say|up", "forever"))
+    eventually(lambda: "up" in run.log("trainer-0"), "the trainer's start")
+    os.kill(run.process.pid, signal.SIGTERM)
+    ended = run.end()
+    assert ended.code == 130
+    assert "error" not in ended.err
+
+
 def test_the_second_request_ends_everything_at_once(stub_run):
     run = stub_run(engine(0, "ignore|SIGTERM", "forever"), trainer("ignore|SIGINT", "ignore|SIGTERM", "say|up", "forever"))
     eventually(lambda: "up" in run.log("trainer-0"), "the trainer's start")

@@ -44,10 +44,16 @@ class Kept:
         self.child = int(child)
 
     def end(self):
-        out, err = self.keeper.communicate(timeout=60)
+        out, err = self.keeper.stdout.read(), self.keeper.stderr.read()
+        self.keeper.wait(60)
+        self.close()
         eventually(lambda: not Path(f"/proc/{self.child}").exists(), "the end of the child")
         assert not Path(self.scratch).exists()
         return self.keeper.returncode, out, err
+
+    def close(self):
+        self.keeper.stdout.close()
+        self.keeper.stderr.close()
 
 
 def test_the_childs_exit_code_is_the_keepers():
@@ -113,7 +119,18 @@ finally:
     kept.keeper.wait()
     eventually(lambda: not Path(kept.scratch).exists(), "the removal of temporary files")
     eventually(lambda: not Path(f"/proc/{kept.child}").exists(), "the end of the child")
-    kept.keeper.communicate()
+    kept.close()
+
+
+def test_the_keeper_is_killed_before_the_child_is_ready():
+    """The child's own answer to a request to end is not in place yet."""
+    kept = Kept("print('ready', flush=True); time.sleep(600)")
+    kept.keeper.stdout.readline()
+    kept.keeper.kill()
+    kept.keeper.wait()
+    eventually(lambda: not Path(f"/proc/{kept.child}").exists(), "the end of the child")
+    assert not Path(kept.scratch).exists()
+    kept.close()
 
 
 def test_a_process_with_threads_is_not_forked():
