@@ -99,7 +99,7 @@ class _Requests:
 class Supervisor:
     """Runs the roles `specs` of the run in `folder`, from start to end. One object is one run.
 
-    `sweep` ends whatever descends from this process when the roles have ended; None where others live in the same process.
+    With `sweep`, whatever descends from this process is ended after the roles: not for a process that has other children.
     """
 
     def __init__(
