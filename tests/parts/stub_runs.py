@@ -45,6 +45,14 @@ def eventually(condition: Any, what: str) -> Any:
     return answer
 
 
+def runs(pid: int) -> bool:
+    """Whether a process runs; one that is dead and that nobody has collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def stub(name: str, *actions: str, needs: tuple[str, ...] = (), members: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
     """A role that does what `actions` say (see `parts.stub_role`)."""
     argv = [sys.executable, "-I", "-S", str(HERE / "stub_role.py"), name, *actions]

@@ -141,14 +141,6 @@ def test_a_death_before_it_serves(stub_run, actions, says):
     assert ended.err.endswith("  no memory\n" if "say|no memory" in actions else "  (it wrote nothing)\n")
 
 
-def test_a_role_that_can_not_be_started(stub_run):
-    missing = stub("engine-0") | {"argv": ["/nowhere/python"]}
-    ended = stub_run(environment(), missing, trainer(needs=TWO)).end()
-    assert ended.code == 3
-    assert "polyturn: error: engine-0 could not be started" in ended.err
-    assert "No such file or directory" in ended.err
-
-
 @pytest.mark.parametrize(("who", "code"), [("engine-0", 2), ("trainer-0", 4)])
 def test_a_role_that_says_itself_why_it_ended_is_repeated_and_its_code_is_the_runs(stub_run, who, code):
     actions = ["error|loading", "error|polyturn: error: value, rule, fix", f"exit|{code}"]
@@ -159,17 +151,6 @@ def test_a_role_that_says_itself_why_it_ended_is_repeated_and_its_code_is_the_ru
     assert ended.err.endswith(
         "polyturn: error: value, rule, fix\n" + f"polyturn: {who} ended the run; its log: {run.folder.logs / who}.log\n"
     )
-
-
-def test_a_rank_that_failed_is_blamed_and_not_those_that_were_ended_with_it(stub_run):
-    run = stub_run(
-        engine(),
-        trainer("member_ended|trainer-1|-15", "member_ended|trainer-2|-9", "sleep|0.1", "exit|3")
-        | {"members": ("trainer-0", "trainer-1", "trainer-2"), "start_deadline_s": 1000.0},
-    )
-    ended = run.end()
-    assert ended.code == 3
-    assert "polyturn: error: trainer-2 was killed by signal 9" in ended.err
 
 
 # ── hanging ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -205,29 +186,6 @@ def test_a_trainer_that_gives_up_on_a_stopped_engine_is_not_to_blame(stub_run):
     ended = run.end()
     assert ended.code == 3
     assert "polyturn: error: engine-0 hangs: no heartbeat for " in ended.err
-
-
-def test_a_wait_past_its_own_deadline_is_named(stub_run):
-    run = stub_run(engine(), trainer("wait|rank 1 in all_reduce|0.1", "forever"), overdue_s=0.2)
-    ended = run.end()
-    assert ended.code == 3
-    assert "polyturn: error: trainer-0 hangs: it waits for rank 1 in all_reduce, and is " in ended.err
-    assert " s past its deadline of 0.1 s; the run ends" in ended.err
-
-
-def test_a_server_that_never_serves(stub_run):
-    late = stub("engine-0", "beat", "forever", start_deadline_s=0.3, deadline_key="engine.start_deadline_s")
-    ended = stub_run(late, trainer()).end()
-    assert ended.code == 3
-    assert (
-        "polyturn: error: engine-0 did not serve within 0.3 s of its start (engine.start_deadline_s); the run ends" in ended.err
-    )
-
-
-def test_ranks_that_never_start(stub_run):
-    ended = stub_run(engine(), trainer(start_deadline_s=0.3) | {"members": ("trainer-0", "trainer-1")}).end()
-    assert ended.code == 3
-    assert "polyturn: error: trainer-agent did not start trainer-1 within 0.3 s; the run ends" in ended.err
 
 
 def test_roles_that_ignore_requests_are_killed(stub_run):

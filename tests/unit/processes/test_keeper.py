@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from parts.stub_runs import eventually
+from parts.stub_runs import eventually, runs
 from polyturn.processes.keeper import keep
 
 HEAD = """
@@ -47,7 +47,7 @@ class Kept:
         out, err = self.keeper.stdout.read(), self.keeper.stderr.read()
         self.keeper.wait(60)
         self.close()
-        eventually(lambda: not Path(f"/proc/{self.child}").exists(), "the end of the child")
+        eventually(lambda: not runs(self.child), "the end of the child")
         assert not Path(self.scratch).exists()
         return self.keeper.returncode, out, err
 
@@ -118,7 +118,7 @@ finally:
     kept.keeper.kill()
     kept.keeper.wait()
     eventually(lambda: not Path(kept.scratch).exists(), "the removal of temporary files")
-    eventually(lambda: not Path(f"/proc/{kept.child}").exists(), "the end of the child")
+    eventually(lambda: not runs(kept.child), "the end of the child")
     kept.close()
 
 
@@ -128,7 +128,7 @@ def test_the_keeper_is_killed_before_the_child_is_ready():
     kept.keeper.stdout.readline()
     kept.keeper.kill()
     kept.keeper.wait()
-    eventually(lambda: not Path(f"/proc/{kept.child}").exists(), "the end of the child")
+    eventually(lambda: not runs(kept.child), "the end of the child")
     assert not Path(kept.scratch).exists()
     kept.close()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from parts.stub_runs import eventually
+from parts.stub_runs import eventually, runs
 
 CHILD = """
 import os, signal, sys, time
@@ -53,15 +53,7 @@ def orphan(how: str) -> int:
 )
 def test_nobody_outlives_a_parent_that_is_killed(how):
     child = orphan(how)
-    eventually(lambda: not alive(child), "the end of the child")
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody collects yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    eventually(lambda: not runs(child), "the end of the child")
 
 
 def test_a_parent_that_is_gone_already():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from parts.runs import child_environment
-from parts.stub_runs import eventually
+from parts.stub_runs import eventually, runs
 from polyturn.metrics.run_folder import RunFolder
 from polyturn.processes.endings import read_ending
 
@@ -66,7 +66,7 @@ class Agent:
         _, err = self.process.communicate(timeout=100)
         for path in self.said:
             if path.exists():
-                eventually(lambda path=path: not Path(f"/proc/{path.read_text().split()[2]}").exists(), "the end of a rank")
+                eventually(lambda path=path: not runs(int(path.read_text().split()[2])), "the end of a rank")
         assert list(self.temporary.iterdir()) == []
         return self.process.returncode, err
 
