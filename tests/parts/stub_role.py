@@ -109,7 +109,7 @@ class Stub:
         """On a signal, say `text` and end with `code`."""
 
         def handle(number: int, frame: object) -> None:
-            print(text, flush=True)
+            os.write(1, f"{text}\n".encode())  # the signal may have come in the middle of a print
             self.end(int(code))
 
         signal.signal(getattr(signal, name), handle)
@@ -118,9 +118,9 @@ class Stub:
         """On a request to end, take `seconds` for it, and say when it came and when it was done."""
 
         def handle(number: int, frame: object) -> None:
-            print(time.monotonic(), flush=True)
+            os.write(1, f"{time.monotonic()}\n".encode())
             time.sleep(float(seconds))
-            print(time.monotonic(), flush=True)
+            os.write(1, f"{time.monotonic()}\n".encode())
             self.end(0)
 
         signal.signal(signal.SIGTERM, handle)
