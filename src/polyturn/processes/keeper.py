@@ -73,6 +73,8 @@ def _go_on(keeper: int, scratch: Path) -> None:
     atexit.register(remove_scratch)
     scratch.mkdir(mode=0o700)
     scratch.chmod(0o711)  # a program in a sandbox, of another user, has its own folder below this one
+    # What torch compiles is worth more than one run, so it is kept elsewhere.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"polyturn-compiled-{os.getuid()}")))
     os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)
     # A shell starts background commands with SIGINT ignored, and everybody would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
