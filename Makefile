@@ -67,7 +67,7 @@ unit: venv
 
 test-real: export OMP_NUM_THREADS := 1
 test-real: needs-data real ## The tests with real parts: minutes, and POLYTURN_DATA must name the data folder
-	$(BIN)/python -m pytest -m "real and not gpu" --durations 10
+	$(BIN)/python -m pytest -m "real and not gpu" -n $(WORKERS) --dist loadfile --durations 10
 
 .PHONY: needs-data
 needs-data:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from parts.served import Served
 from polyturn.engine.base import Engine
 from polyturn.engine.hf import HfEngine
 from polyturn.engine.scripted import ScriptedEngine
@@ -59,7 +60,11 @@ def scripted() -> ScriptedEngine:
     return ScriptedEngine(script)
 
 
-ENGINES = {"hf": hf, "scripted": scripted}
+def hf_server() -> Served:
+    return Served(hf)
+
+
+ENGINES = {"hf": hf, "hf_server": hf_server, "scripted": scripted}
 
 
 @pytest.fixture(params=ENGINES)
@@ -67,7 +72,7 @@ async def engine(request):
     made = ENGINES[request.param]()
     await made.start()
     yield made
-    await made.stop()
+    await (made.close() if isinstance(made, Served) else made.stop())
 
 
 @pytest.fixture
@@ -462,11 +467,14 @@ async def test_hf_refuses_to_serve_after_a_broken_update():
     weights = changed_weights(engine)
     last = list(weights)[-1]
     del weights[last]
-    with pytest.raises(KeyError):
+    with pytest.raises(EngineError, match=rf"20 of 21 tensors; missing: \['{last}'\]"):
         await engine.update_weights(weights, 7)
     assert engine.policy_version == 0
-    with pytest.raises(EngineError, match="version 7 did not complete"):
+    with pytest.raises(EngineError, match="version 7 brought 20 of 21"):
         await engine.generate((0, 7), asking())
+    weights = changed_weights(engine)
+    assert await engine.update_weights(weights, 8) == 8, "a whole one mends it"
+    assert set((await engine.generate((0, 7), asking())).policy_versions) == {8}
     await engine.stop()
 
 

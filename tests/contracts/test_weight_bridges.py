@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from polyturn.engine.hf import HfEngine
-from polyturn.errors import DeadlineError, EngineError, WeightSyncError
+from polyturn.engine.server import EngineServer
+from polyturn.errors import DeadlineError, EngineError, ResourceError, WeightSyncError
 from polyturn.models.tiny import build_tiny
 from polyturn.types import SamplingParams
+from polyturn.weight_sync.base import WholeWeights
 from polyturn.weight_sync.in_process import InProcessBridge
+from polyturn.weight_sync.nccl import NcclBridge
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -36,25 +39,85 @@ class Target:
     def named_weights(self):
         return self.own
 
+    async def before_update(self):
+        pass
+
     async def update_weights(self, given, version):
+        await self.before_update()
         for name, tensor in self.own.items():
             tensor.copy_(given[name])
+        return self.took(version)
+
+    def took(self, version):
         self.pushes.append(version)
         if self.spoil is not None:
             self.spoil(self.own)
         return version if self.claims is None else self.claims
 
 
+class ServedTarget(HfEngine):
+    """A target behind the parts of an engine that an engine server needs for a push."""
+
+    def __init__(self, target):
+        model = torch.nn.Module()
+        for name, tensor in target.own.items():
+            *path, last = name.split(".")
+            holder = model
+            for part in path:
+                holder.add_module(part, torch.nn.Module())
+                holder = holder.get_submodule(part)
+            holder.register_parameter(last, torch.nn.Parameter(tensor, requires_grad=False))
+        super().__init__(model)
+        self.target = target
+
+    async def begin_update(self):
+        await self.target.before_update()
+        return await super().begin_update()
+
+    def finish_update(self, update, version):
+        super().finish_update(update, version)
+        return self.target.took(version)
+
+
+class OverHttp:
+    """The nccl bridge with a server around the target, which starts with the first push."""
+
+    def __init__(self, source, target, *, verify_every=1, deadline_s=30.0):
+        self.options = {"verify_every": verify_every, "deadline_s": deadline_s, "bucket_bytes": 64}
+        self.source = source
+        self.server = EngineServer(target if isinstance(target, HfEngine) else ServedTarget(target), token="t")
+        self.bridge = None
+
+    async def push(self, version):
+        if self.bridge is None:
+            await self.server.start()
+            self.bridge = NcclBridge([self.server.url], WholeWeights(lambda: self.source), token="t", **self.options)
+        await self.bridge.push(version)
+
+    async def close(self):
+        if self.bridge is not None:
+            await self.bridge.close()
+            await self.server.stop()
+
+
 def in_process(source, target, *, verify_every=1, deadline_s=30.0):
     return InProcessBridge(lambda: source, target, verify_every=verify_every, deadline_s=deadline_s)
 
 
-BRIDGES = {"in_process": in_process}
+BRIDGES = {"in_process": in_process, "nccl": OverHttp}
 
 
 @pytest.fixture(params=BRIDGES)
-def bridge_of(request):
-    return BRIDGES[request.param]
+async def bridge_of(request):
+    made = []
+
+    def make(*arguments, **options):
+        made.append(BRIDGES[request.param](*arguments, **options))
+        return made[-1]
+
+    yield make
+    for bridge in made:
+        await bridge.close()
 
 
 async def test_a_push_brings_every_tensor(bridge_of):
@@ -146,20 +209,22 @@ async def test_a_failed_push_is_verified_when_it_is_tried_again(bridge_of):
 
 async def test_a_push_ends_within_its_deadline(bridge_of):
     class Stuck(Target):
-        async def update_weights(self, given, version):
+        async def before_update(self):
             await asyncio.sleep(3600)
 
+    bridge = bridge_of(weights(), Stuck(), deadline_s=0.05)
     with pytest.raises(DeadlineError, match=r"0\.05 s for weight push 9"):
-        await bridge_of(weights(), Stuck(), deadline_s=0.05).push(9)
+        await bridge.push(9)
+    await bridge.close()
     assert len(asyncio.all_tasks()) == 1
 
 
 async def test_a_push_into_an_engine_that_is_gone_says_so(bridge_of):
     class Dead(Target):
-        async def update_weights(self, given, version):
+        async def before_update(self):
             raise EngineError("the engine died")
 
-    with pytest.raises(EngineError, match="died"):
+    with pytest.raises(ResourceError, match="the engine died"):
         await bridge_of(weights(), Dead()).push(1)
 
 

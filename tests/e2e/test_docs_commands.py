@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from parts.models import save_model_folder
+from parts.runs import child_environment
 from polyturn.cli.main import main
 from polyturn.environments.builtin.lookup import Lookup
 from polyturn.environments.builtin.search_qa import SearchQa
@@ -76,9 +78,18 @@ def test_there_are_commands_of_every_verb():
     assert {"train", "eval", "warmstart", "env"} <= verbs
 
 
+def of_several_processes(command: str) -> bool:
+    """Whether a command starts processes: it forks, which a test's own process must not."""
+    return "engine.kind=hf_server" in command
+
+
 @pytest.mark.parametrize(
     "command",
-    [command for command in commands() if command.startswith("polyturn ") and not any(recipe in command for recipe in REAL)],
+    [
+        pytest.param(command, marks=[pytest.mark.real] if of_several_processes(command) else [])
+        for command in commands()
+        if command.startswith("polyturn ") and not any(recipe in command for recipe in REAL)
+    ],
 )
 def test_polyturn_commands_run(command: str, untrained_tiny: Callable[[str], Path], tmp_path: Path, monkeypatch, capsys):
     words = shlex.split(command)[1:]
@@ -93,5 +104,10 @@ def test_polyturn_commands_run(command: str, untrained_tiny: Callable[[str], Pat
         if "--steps" in words:
             words[words.index("--steps") + 1] = "1"
         words += [f"model.path={model}", *QUICK[words[0]]]
+    if of_several_processes(command):
+        argv = [sys.executable, "-m", "polyturn", *words]
+        run = subprocess.run(argv, capture_output=True, text=True, timeout=300, env=child_environment())
+        assert run.returncode == 0, run.stderr
+        return
     assert main(words) == 0
     assert "error" not in capsys.readouterr().err

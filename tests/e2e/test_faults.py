@@ -49,6 +49,7 @@ def test_a_coroutine_that_never_returns(bench):
     assert_hung(ended)
 
 
+@pytest.mark.real
 def test_a_tool_that_never_returns(bench):
     """In a process of its own: its thread must not keep the process from ending either."""
     words = ["environment.id=parts.environments:ToolHangs", "rollout.tool_deadline_s=0.3", *EIGHT]
@@ -126,6 +127,7 @@ entry()
 """
 
 
+@pytest.mark.real
 def test_a_step_that_is_stuck_in_native_code_ends_with_its_exit_code(bench):
     """Its thread can't be stopped, and Python would abort the process in its attempt to: 134 instead of 3."""
     argv = ["train", str(bench.recipe), f"run.output_dir={bench.runs}", "trainer.step_deadline_s=0.3", "evaluation.episodes=0"]

@@ -103,6 +103,7 @@ def test_replay_is_equal_to_the_bit_each_time(bench, recorded):
     assert first.out.splitlines()[-1] == f"exported model: {bench.folder / 'one'}"
 
 
+@pytest.mark.real
 def test_replay_in_a_process_of_its_own_gives_the_same_numbers(bench, recorded):
     assert numbers(run_python(REPLAY, str(bench.recipe), str(recorded)).out) == numbers(replay(bench, str(recorded)).out)
 

@@ -169,7 +169,7 @@ def interrupted(bench: Bench, number: signal.Signals, times: int) -> tuple[int, 
     return run.returncode, out, err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.real)])
 def test_the_first_signal_saves_and_ends(bench, number):
     code, out, err = interrupted(bench, number, 1)
     assert (code, err) == (0, "")
@@ -182,6 +182,7 @@ def test_the_first_signal_saves_and_ends(bench, number):
     assert bench("eval", "--model", str(folder / "export"), "evaluation.episodes=2").code == 0
 
 
+@pytest.mark.real
 def test_the_second_signal_ends_at_once(bench):
     code, _, err = interrupted(bench, signal.SIGINT, 40)
     assert code == 130, err

@@ -57,7 +57,7 @@ class Spelling(ScriptedEngine):
         ids = [token for character in line for token in self._renderer.tokenizer.encode(character)]
         return (*ids, self._renderer.stop_ids[0])
 
-    async def generate(self, prompt_ids, sampling):
+    async def generate(self, prompt_ids, sampling, *, session=None):
         completion = await super().generate(prompt_ids, sampling)
         self.calls.append((prompt_ids, completion.ids))
         return completion
@@ -242,7 +242,7 @@ class Telling(ScriptedEngine):
         self._lengths = lengths
         super().__init__(lambda context: reply_ids(renderer, lines[assistant_turns(renderer, context)]))
 
-    async def generate(self, prompt_ids, sampling):
+    async def generate(self, prompt_ids, sampling, *, session=None):
         completion = await super().generate(prompt_ids, sampling)
         turn = assistant_turns(talk_renderer(), prompt_ids)
         logprobs = [-(1.0 + turn + token / 100) for token in completion.ids]

@@ -84,7 +84,7 @@ def let_rows_mix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def report_another_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine samples at the temperature, and reports log-probabilities at 1."""
-    whole = hf._sample
+    whole = hf.sample
 
     def sample(logits: torch.Tensor, rows: Any) -> torch.Tensor:
         token_B = whole(logits, rows)
@@ -92,7 +92,7 @@ def report_another_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
             row.logprobs[-1] = float(logprobs[token])
         return token_B
 
-    monkeypatch.setattr(hf, "_sample", sample)
+    monkeypatch.setattr(hf, "sample", sample)
 
 
 @pytest.mark.parametrize(

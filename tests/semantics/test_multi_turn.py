@@ -374,7 +374,7 @@ async def test_17_an_engine_that_does_not_answer_in_time(patient_with_others):
     engine = says(renderer, "look(red)", "answer(red)")
     answer = engine.generate
 
-    async def generate(prompt_ids, sampling):
+    async def generate(prompt_ids, sampling, *, session=None):
         if sampling.seed == request_seed("0", "talk/0", UNLUCKY, 1):
             await asyncio.sleep(FOREVER)
         return await answer(prompt_ids, sampling)

@@ -21,22 +21,29 @@ def register(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, then train."""
+    """Check, then train: in this process, or in as many as the recipe asks for."""
+    from polyturn.cli.launch import dry_run, launch
+    from polyturn.launch.roles import needs_processes
     from polyturn.loop.check import check
 
-    checked = check(read_recipe(args))
-    for line in _arithmetic(checked):
+    recipe = read_recipe(args)
+    if needs_processes(recipe):
+        return dry_run(recipe) if args.dry_run else launch(recipe)
+    checked = check(recipe)
+    for line in arithmetic(checked):
         print(line)
-    return _dry_run(checked) if args.dry_run else _train(checked)
+    return write_dry_run(checked) if args.dry_run else _train(checked)
 
 
-def _arithmetic(checked: Checked) -> list[str]:
+def arithmetic(checked: Checked) -> list[str]:
+    """Sentences on what divides what in a step."""
     from polyturn.config.arithmetic import sentences
 
     return list(sentences(checked.recipe, checked.train_tasks.size))
 
 
-def _dry_run(checked: Checked) -> int:
+def write_dry_run(checked: Checked) -> int:
+    """Write the resolved recipe and say where. Raises ConfigError when the folder can't be written to."""
     from polyturn.config.resolve import write_resolved
     from polyturn.errors import ConfigError
 
@@ -55,8 +62,8 @@ def _dry_run(checked: Checked) -> int:
 
 def _train(checked: Checked) -> int:
     from polyturn.config.resolve import write_resolved
+    from polyturn.loop.drive import train_here
     from polyturn.loop.place import alone
-    from polyturn.loop.roles import train_here
     from polyturn.metrics.run_folder import RunFolder
 
     recipe = checked.recipe

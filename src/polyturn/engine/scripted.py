@@ -29,7 +29,9 @@ class ScriptedEngine:
         """Serve again after a stop."""
         self._stopped = False
 
-    async def generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, *, session: str | None = None
+    ) -> Completion:
         """The script's reply to `prompt_ids`, up to a stop id or `sampling.max_tokens`. Raises EngineError as any engine."""
         if not prompt_ids or sampling.max_tokens < 1:
             raise EngineError(

@@ -14,6 +14,7 @@ import torch
 from polyturn.config.schema import Recipe, filled
 from polyturn.engine.base import Engine
 from polyturn.engine.hf import HfEngine
+from polyturn.engine.http import HttpEngine
 from polyturn.environments.base import Environment
 from polyturn.errors import ConfigError, ModelError
 from polyturn.loop.check import chat_template, refuse_short_context
@@ -27,8 +28,9 @@ from polyturn.rendering.renderer import Renderer
 from polyturn.trainer.ranks import Ranks
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.trainer import Trainer
-from polyturn.weight_sync.base import WeightBridge
+from polyturn.weight_sync.base import WeightBridge, WholeWeights
 from polyturn.weight_sync.in_process import InProcessBridge
+from polyturn.weight_sync.nccl import NcclBridge
 
 Say: TypeAlias = Callable[[str], None]
 
@@ -105,10 +107,11 @@ def refuse_missing_rows(path: str, model: Any, vocab_size: int) -> None:
         )
 
 
-def build_engine(recipe: Recipe, model: torch.nn.Module) -> HfEngine:
+def build_engine(recipe: Recipe, model: torch.nn.Module, *, linger_s: float = 0.0) -> HfEngine:
     """The `hf` engine over `model`, which it owns from then on."""
     pad: Any = getattr(model.config, "pad_token_id", None)
-    return HfEngine(model, max_batch_size=recipe.engine.max_batch_size, pad_id=pad if isinstance(pad, int) else 0)
+    pad_id = pad if isinstance(pad, int) else 0
+    return HfEngine(model, max_batch_size=recipe.engine.max_batch_size, pad_id=pad_id, linger_s=linger_s)
 
 
 def build_trainer(recipe: Recipe, model: torch.nn.Module, ranks: Ranks | None = None) -> Trainer:
@@ -134,14 +137,26 @@ def build_trainer(recipe: Recipe, model: torch.nn.Module, ranks: Ranks | None = 
 
 def build_engine_and_bridge(recipe: Recipe, trainer: Trainer, place: Place) -> tuple[Engine, WeightBridge]:
     """An engine with a copy of the policy, in this process or at its peers, and the bridge that keeps the copy up to date."""
-    engine = build_engine(recipe, copy.deepcopy(trainer.model))
-    bridge = InProcessBridge(
-        trainer.weights,
-        engine,
-        verify_every=recipe.weight_sync.verify_every,
-        deadline_s=recipe.weight_sync.deadline_s,
+    sync = recipe.weight_sync
+    if recipe.engine.kind == "hf":
+        engine = build_engine(recipe, copy.deepcopy(trainer.model))
+        return engine, InProcessBridge(trainer.weights, engine, verify_every=sync.verify_every, deadline_s=sync.deadline_s)
+    urls, token = place.role.peers["engine"], place.role.token
+    served = HttpEngine(
+        urls,
+        token=token,
+        start_deadline_s=recipe.engine.start_deadline_s,
+        request_deadline_s=recipe.rollout.turn_deadline_s,
     )
-    return engine, bridge
+    return served, NcclBridge(
+        urls,
+        WholeWeights(trainer.weights),
+        token=token,
+        host=recipe.engine.host,
+        verify_every=sync.verify_every,
+        deadline_s=sync.deadline_s,
+        on_confirmed=served.confirmed,
+    )
 
 
 def quiet_libraries() -> None:

@@ -62,6 +62,7 @@ def check(recipe: Recipe, *, model: str | None = None, resources: Resources | No
     train_tasks = load_tasks(recipe, environment, "train")
     resolved = resolve(recipe, num_train_tasks=train_tasks.size)
     open_stream(recipe, train_tasks)
+    refuse_unsendable(recipe, train_tasks)
     estimator = build_estimator(recipe.algorithm.advantage, recipe.algorithm.advantage_options)
     refuse_without_states(recipe, environment, estimator)
     eval_tasks = held_out_tasks(resolved.recipe, environment)
@@ -75,6 +76,14 @@ def check(recipe: Recipe, *, model: str | None = None, resources: Resources | No
         eval_tasks=eval_tasks,
         estimator=estimator,
     )
+
+
+def refuse_unsendable(recipe: Recipe, tasks: TaskSource) -> None:
+    """Raise EnvironmentSetupError when environment processes could not be told of the first task."""
+    if recipe.environment.num_processes:
+        from polyturn.environments.remote import wire  # brings an HTTP library that other runs don't need
+
+        wire.from_task(tasks[0])
 
 
 def refuse_without_states(recipe: Recipe, environment: Environment, estimator: Estimator) -> None:

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from polyturn.config.schema import Recipe
 from polyturn.processes.heartbeat import Heartbeat
 from polyturn.processes.role import Role
-from polyturn.trainer.ranks import ProcessRanks
+
+if TYPE_CHECKING:
+    from polyturn.trainer.ranks import ProcessRanks
 
 DRIVER = "trainer-0"
 JOIN_S = 600.0
@@ -32,6 +35,8 @@ class Place:
         """The group of the trainer's ranks; None where there is one rank. Raises RankError."""
         if recipe.trainer.num_ranks == 1:
             return None
+        from polyturn.trainer.ranks import ProcessRanks  # brings torch, which an environment process has no use for
+
         return ProcessRanks.join(
             deadline_s=recipe.trainer.collective_deadline_s, start_deadline_s=JOIN_S, waiting=self.heartbeat.waiting
         )

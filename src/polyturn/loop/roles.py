@@ -1,63 +1,52 @@
-"""What each process of a run does: the driver and the other ranks of the trainer, an engine server, an environment process."""
+"""What the process of a role does, by kind. Only the roles that compute import torch."""
 
 from __future__ import annotations
 
 import asyncio
-from functools import partial
+import sys
 
-from polyturn.config.schema import Recipe, filled
+from polyturn.config.schema import Recipe
 from polyturn.errors import ConfigError
-from polyturn.loop.build import build_trainer, load_policy, quiet_libraries
-from polyturn.loop.check import Checked, check
 from polyturn.loop.place import Place, taken
-from polyturn.loop.sync import Outcome, train_recipe
-from polyturn.metrics.logs import set_up_logging
 from polyturn.metrics.run_folder import RunFolder
-from polyturn.metrics.sinks import ConsoleSink, JsonlSink, MetricsLog, ProgressSink, Sink
-from polyturn.processes.role import Role
-
-_say = partial(print, flush=True)
+from polyturn.processes.role import AGENT, Role
 
 
 def run_role(role: Role, recipe: Recipe) -> int:
-    """Be `role` until the run ends. Returns the exit code; raises what ends the run."""
-    set_up_logging(recipe.run.log_level)
-    quiet_libraries()
+    """Play a role until the run ends, and return its exit code. Raises ConfigError for a role that a recipe doesn't have."""
+    if role.name == AGENT:
+        from polyturn.trainer.agent import run_agent
+
+        config = str(RunFolder(role.folder).recipe)
+        rank = (sys.executable, "-m", "polyturn", "role", "trainer-${local_rank}", "--config", config)
+        return run_agent(role, rank, recipe.trainer.num_ranks)
     with taken(role) as place:
+        if role.kind == "environment":
+            return _play(place, recipe)
+        if role.kind == "engine":
+            from polyturn.loop.serve import serve_engine_role
+
+            return serve_engine_role(place, recipe)
         if role.kind == "trainer":
-            return _train_rank(place, recipe)
-        raise ConfigError(f"{role.name} can't be started by this version")
+            from polyturn.loop.drive import train_rank
+
+            return train_rank(place, recipe)
+    raise ConfigError(f"{role.name}: this recipe has no such role")
 
 
-def train_here(checked: Checked, folder: RunFolder, place: Place) -> int:
-    """Drive the run in this process, with its metrics on the console. Returns the exit code."""
-    set_up_logging(checked.recipe.run.log_level)
-    quiet_libraries()
+def _play(place: Place, recipe: Recipe) -> int:
+    """Serve the environment until a signal comes."""
+    from polyturn.environments.remote import serve_environment
+    from polyturn.loop.check import check
+    from polyturn.loop.stopping import until_signal
+    from polyturn.processes.watchdog import LOOP_GRACE_S
 
-    async def whole() -> Outcome:
-        sinks: list[Sink] = [JsonlSink(folder.metrics), ConsoleSink(), ProgressSink(filled(checked.recipe.run.steps))]
-        with MetricsLog(sinks) as log:
-            return await train_recipe(checked, folder, log, _say, place)
-
-    _report(asyncio.run(whole()), filled(checked.recipe.run.steps))
-    return 0
-
-
-def _train_rank(place: Place, recipe: Recipe) -> int:
-    """Rank 0 drives, the others train on what it gives them."""
     checked = check(recipe)
-    if place.role.number == 0:
-        return train_here(checked, RunFolder(place.role.folder), place)
-    policy = asyncio.run(load_policy(checked.recipe, checked.environment, _say))
-    build_trainer(checked.recipe, policy.model, place.join_ranks(checked.recipe)).serve()
+
+    async def serve() -> None:
+        async with checked.opened():
+            limit_s = checked.recipe.rollout.tool_deadline_s + LOOP_GRACE_S
+            await serve_environment(place.role, checked.environment, place.heartbeat, loop_limit_s=limit_s)
+
+    asyncio.run(until_signal(serve()))
     return 0
-
-
-def _report(outcome: Outcome, steps: int) -> None:
-    for mode, after in outcome.after.items():
-        before = outcome.before[mode]
-        print(f"held-out success, {mode}: before {before.success}, after {after.success}")
-    if outcome.stopped_by is not None:
-        print(f"stopped by {outcome.stopped_by} after {outcome.steps_done} of {steps} steps; there was no last evaluation")
-    print(f"run: {outcome.folder}")
-    print(f"exported model: {outcome.export}")

@@ -16,6 +16,28 @@ Result = TypeVar("Result")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+async def until_signal(work: Coroutine[Any, Any, Any]) -> None:
+    """Await `work` until it ends or either signal asks it to; it is cancelled then, and its clean-up waited for."""
+    task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
+    asked = False
+
+    def cancel() -> None:
+        nonlocal asked
+        asked = True
+        task.cancel()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not asked:
+            raise
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+
 class StopRequested(Exception):
     """A signal asked the run to end. It never leaves the loop."""
 

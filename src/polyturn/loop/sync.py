@@ -33,14 +33,11 @@ from polyturn.metrics.sinks import MetricsLog
 from polyturn.metrics.spans import Spans
 from polyturn.models.load import export_model
 from polyturn.processes.threads import in_thread_within
-from polyturn.processes.watchdog import LoopWatchdog
+from polyturn.processes.watchdog import LOOP_GRACE_S, LoopWatchdog
 from polyturn.rollouts.record import to_json, write_trajectories
 from polyturn.trainer.trainer import Trainer
 from polyturn.types import TrainBatch, TrajectoryGroup
 from polyturn.weight_sync.base import WeightBridge
-
-LOOP_GRACE_S = 30.0
-"""How much longer than a tool's deadline the event loop may stand still before the run is ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +143,7 @@ async def train(run: Run) -> Outcome:
     except StopRequested:
         stopped_by = run.stopping.requested
     finally:
+        await run.bridge.close()
         await run.engine.stop()
     export = partial(export_model, chat_template=chat_template(recipe))
     limit_s, what = recipe.trainer.step_deadline_s, f"the export of the model to {run.folder.export}"

@@ -5,7 +5,7 @@
       metrics.jsonl        one line a step and one an evaluation, every metric (see `names`)
       trajectories/        step_000012.jsonl: the trajectories of a step
       heartbeats/          one file a role: what it waits for right now
-      roles/               one file a role that serves: its address
+      roles/               one file a role that serves: its address; how a rank of the trainer ended
       logs/                one file a role, and `all.log`: every line of every role
       export/              the trained model, in the format it was loaded from
 

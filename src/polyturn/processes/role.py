@@ -17,7 +17,10 @@ from pathlib import Path
 from polyturn.errors import ConfigError
 from polyturn.processes.heartbeat import Heartbeat
 
-_NAME = re.compile(r"(trainer|engine|environment)-\d+")
+AGENT = "trainer-agent"
+"""The role that starts and watches the trainer's ranks on a machine."""
+
+_NAME = re.compile(rf"{AGENT}|(trainer|engine|environment)-\d+")
 _FOLDER, _PEERS, _TOKEN = "POLYTURN_RUN_FOLDER", "POLYTURN_PEERS", "POLYTURN_RUN_TOKEN"
 
 
@@ -59,7 +62,7 @@ class Role:
 
     @property
     def number(self) -> int:
-        """The number in the name."""
+        """The number in the name; `trainer-agent` has none, and raises ValueError."""
         return int(self.name.rpartition("-")[2])
 
     def heartbeat(self) -> Heartbeat:

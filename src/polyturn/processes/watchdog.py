@@ -16,6 +16,8 @@ from collections.abc import Callable
 from types import TracebackType
 
 EXIT_CODE = 3
+LOOP_GRACE_S = 30.0
+"""How much longer than a tool's deadline an event loop may stand still before its process is ended."""
 _INNERMOST = 3
 
 

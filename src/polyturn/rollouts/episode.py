@@ -169,7 +169,8 @@ class _Episode:
             await self.barrier.arrive(self.name)
         try:
             async with deadline(self.player.limits.turn_deadline_s, f"the engine's reply in turn {turn} of {self.name}"):
-                return await self.player.engine.generate(context_ids, params)
+                session = f"{self.player.seed_key}/{self.name}"
+                return await self.player.engine.generate(context_ids, params, session=session)
         except PolyturnError:
             raise
         except Exception as error:

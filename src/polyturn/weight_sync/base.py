@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -11,6 +11,32 @@ from polyturn.errors import WeightSyncError
 
 _CHUNK_WORDS = 1 << 22
 """Words of a tensor that are summed at once: a checksum takes little memory, however large the tensor."""
+
+_kept_places: dict[torch.device, torch.Tensor] = {}
+
+
+class WeightSource(Protocol):
+    """The trainer, as a bridge sees it."""
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """Every tensor that an engine needs, by name and in model order. Their shapes are those of whole tensors."""
+
+    def gather(self, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        """The whole tensors of these names, in that order. Where ranks hold shards of them this is a collective of all
+        ranks, and complete when it returns.
+        """
+
+
+class WholeWeights:
+    """The source where this process holds whole tensors: `weights` returns them."""
+
+    def __init__(self, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        self.weights = weights
+
+    def gather(self, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        """See `WeightSource.gather`."""
+        weights = self.weights()
+        return {name: weights[name] for name in names}
 
 
 class WeightTarget(Protocol):
@@ -33,6 +59,9 @@ class WeightBridge(Protocol):
             WeightSyncError: the push did not cover every weight, was not confirmed, or a checksum differs.
             DeadlineError: it took longer than its deadline.
         """
+
+    async def close(self) -> None:
+        """Give back what pushes took. Safe to call twice."""
 
 
 def check_coverage(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
@@ -58,8 +87,17 @@ def checksum(tensor: torch.Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), _CHUNK_WORDS):
         chunk = flat[start : start + _CHUNK_WORDS].to(torch.int64)
-        total += chunk.mul_(_place_weights(start, len(chunk), chunk.device)).sum()
+        places = _place_weights(start, len(chunk), chunk.device) if start else _first_places(len(chunk), chunk.device)
+        total += chunk.mul_(places).sum()
     return int(total)
+
+
+def _first_places(count: int, device: torch.device) -> torch.Tensor:
+    """Weights of the first places, kept from one tensor to the next: most tensors are one chunk, and these cost the most."""
+    known = _kept_places.get(device)
+    if known is None or len(known) < count:
+        known = _kept_places[device] = _place_weights(0, count, device)
+    return known[:count]
 
 
 def _place_weights(start: int, count: int, device: torch.device) -> torch.Tensor:
@@ -72,9 +110,15 @@ def _place_weights(start: int, count: int, device: torch.device) -> torch.Tensor
 
 def check_equal(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], version: int) -> None:
     """Raise WeightSyncError naming the first tensors whose checksums differ between the two sides."""
-    wrong = [name for name, tensor in target.items() if checksum(source[name].to(tensor.dtype)) != checksum(tensor)]
+    sent = {name: checksum(source[name].to(tensor.dtype)) for name, tensor in target.items()}
+    check_sums(sent, {name: checksum(tensor) for name, tensor in target.items()}, version)
+
+
+def check_sums(source: Mapping[str, int], target: Mapping[str, int], version: int, where: str = "") -> None:
+    """Raise WeightSyncError naming the first tensors of the engine (at `where`) whose checksums are not the trainer's."""
+    wrong = [name for name, total in target.items() if source.get(name) != total]
     if wrong:
         raise WeightSyncError(
-            f"after push {version} the engine differs from the trainer in {len(wrong)} of {len(target)} tensors, first "
+            f"after push {version} the engine{where} differs from the trainer in {len(wrong)} of {len(target)} tensors, first "
             f"{wrong[0]}; it would sample from stale or mixed weights"
         )

@@ -44,3 +44,6 @@ class InProcessBridge:
         if self._pushes % self._verify_every == 0:
             check_equal(weights, self._target.named_weights(), version)
         self._pushes += 1
+
+    async def close(self) -> None:
+        """Nothing to give back."""

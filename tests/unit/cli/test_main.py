@@ -36,8 +36,11 @@ print(json.dumps([shown, sorted(sys.modules)]))
 """
 
 HELPS = {
-    "--help": ["train", "eval", "rollout", "replay", "warmstart", "env", "data"],
+    "--help": ["train", "launch", "eval", "rollout", "replay", "warmstart", "env", "data", "role"],
     "train --help": ["RECIPE.yaml", "section.key=value", "--dry-run"],
+    "launch --help": ["local"],
+    "launch local --help": ["RECIPE.yaml", "section.key=value", "--dry-run"],
+    "role --help": ["NAME", "--config"],
     "eval --help": ["RECIPE.yaml", "--model", "--episodes", "--samples", "--json"],
     "rollout --help": ["RECIPE.yaml", "section.key=value", "--out", "--tasks", "--model"],
     "replay --help": ["RECIPE.yaml", "FILE.jsonl", "section.key=value", "--out", "--model"],

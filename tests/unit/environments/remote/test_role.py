@@ -67,6 +67,7 @@ async def test_a_process_that_is_killed_while_it_plays(tmp_path):
                 await environment.setup(TASK)
 
 
+@pytest.mark.real
 async def test_a_process_that_is_stopped_and_one_that_is_stuck(tmp_path):
     with processes(tmp_path, f"{MODULE}:Sleepy", loop_limits_s=(60.0, 3.0)) as (stopped, stuck):
         environment = RemoteEnvironment(Sleepy(), [stopped.url, stuck.url], token=TOKEN, silence_s=2.0)

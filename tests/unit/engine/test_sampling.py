@@ -10,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyturn.engine.hf import _Row, _sample, _truncate, _uniforms
+from polyturn.engine.sampling import Row, _truncate, sample, uniforms_of
 from polyturn.types import SamplingParams
 
 V = 12
 
 
-def row(uniform=0.5, *, done=(), **options) -> _Row:
+def row(uniform=0.5, *, done=(), **options) -> Row:
     sampling = SamplingParams(**{"max_tokens": 8, **options})
-    return _Row(sampling=sampling, uniforms=np.full(8, uniform), ids=list(done), logprobs=[-1.0] * len(done))
+    return Row(sampling=sampling, uniforms=np.full(8, uniform), ids=list(done), logprobs=[-1.0] * len(done))
 
 
 def logits_of(seed, rows=1) -> torch.Tensor:
@@ -33,16 +33,16 @@ units = st.floats(0, 1, exclude_max=True)
 
 
 def test_noise_belongs_to_the_request_and_is_the_same_on_every_machine():
-    numbers = _uniforms(SamplingParams(max_tokens=4, seed=11))
+    numbers = uniforms_of(SamplingParams(max_tokens=4, seed=11))
     assert numbers.tolist() == [0.12701753267435878, 0.6846286134593053, 0.6379812715564803, 0.6236476320256881]
-    assert _uniforms(SamplingParams(max_tokens=9, seed=11))[:4].tolist() == numbers.tolist()
-    assert _uniforms(SamplingParams(max_tokens=4, seed=11, temperature=0.3, top_k=3)).tolist() == numbers.tolist()
-    assert _uniforms(SamplingParams(max_tokens=4, seed=12)).tolist() != numbers.tolist()
+    assert uniforms_of(SamplingParams(max_tokens=9, seed=11))[:4].tolist() == numbers.tolist()
+    assert uniforms_of(SamplingParams(max_tokens=4, seed=11, temperature=0.3, top_k=3)).tolist() == numbers.tolist()
+    assert uniforms_of(SamplingParams(max_tokens=4, seed=12)).tolist() != numbers.tolist()
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
 def test_noise_is_uniform(seed):
-    numbers = _uniforms(SamplingParams(max_tokens=20_000, seed=seed))
+    numbers = uniforms_of(SamplingParams(max_tokens=20_000, seed=seed))
     assert numbers.min() >= 0
     assert numbers.max() < 1
     counts = np.histogram(numbers, bins=20, range=(0, 1))[0]
@@ -56,7 +56,7 @@ def test_noise_is_uniform(seed):
 def test_a_token_is_the_inverse_of_the_cumulative_distribution(seed, uniform, temperature):
     logits = logits_of(seed)
     chosen = row(uniform, temperature=temperature)
-    (token,) = _sample(logits.clone(), [chosen]).tolist()
+    (token,) = sample(logits.clone(), [chosen]).tolist()
     logprobs = torch.log_softmax(logits[0].double() / temperature, dim=-1)
     below = logprobs[:token].exp().sum().item()
     assert below - 1e-6 <= uniform <= below + logprobs[token].exp().item() + 1e-6
@@ -68,7 +68,7 @@ def test_a_token_is_the_inverse_of_the_cumulative_distribution(seed, uniform, te
 def test_greedy_takes_the_likeliest_with_its_log_probability_at_temperature_one(seed, uniform):
     logits = logits_of(seed)
     chosen = row(uniform, temperature=0.0)
-    assert _sample(logits.clone(), [chosen]).tolist() == [int(logits.argmax())]
+    assert sample(logits.clone(), [chosen]).tolist() == [int(logits.argmax())]
     assert chosen.logprobs == [pytest.approx(torch.log_softmax(logits[0], -1).max().item(), abs=1e-5)]
 
 
@@ -76,10 +76,10 @@ def test_greedy_takes_the_likeliest_with_its_log_probability_at_temperature_one(
 def test_a_row_is_drawn_as_if_it_were_alone(seed, settings_of_rows):
     logits = logits_of(seed, len(settings_of_rows))
     rows = [row(uniform, temperature=temperature, top_k=top_k) for uniform, temperature, top_k in settings_of_rows]
-    together = _sample(logits.clone(), rows).tolist()
+    together = sample(logits.clone(), rows).tolist()
     for index, (uniform, temperature, top_k) in enumerate(settings_of_rows):
         alone = row(uniform, temperature=temperature, top_k=top_k)
-        assert _sample(logits[index : index + 1].clone(), [alone]).tolist() == [together[index]]
+        assert sample(logits[index : index + 1].clone(), [alone]).tolist() == [together[index]]
         assert alone.logprobs == pytest.approx(rows[index].logprobs, abs=1e-5)
 
 
@@ -88,17 +88,17 @@ def test_each_token_takes_the_next_number():
     chosen = row(max_tokens=3)
     chosen.uniforms = np.array([0.1, 0.6, 0.9])
     for _ in range(3):
-        _sample(logits.clone(), [chosen])
+        sample(logits.clone(), [chosen])
     assert chosen.ids == [0, 2, 3]
     assert chosen.finished
 
 
 def test_a_stop_id_ends_a_row_and_is_kept():
     chosen = row(0.6, max_tokens=8, stop_ids=(2, 3))
-    _sample(torch.zeros(1, 4), [chosen])
+    sample(torch.zeros(1, 4), [chosen])
     assert (chosen.ids, chosen.stopped, chosen.finished) == ([2], True, True)
     other = row(0.1, max_tokens=8, stop_ids=(2, 3))
-    _sample(torch.zeros(1, 4), [other])
+    sample(torch.zeros(1, 4), [other])
     assert (other.ids, other.stopped, other.finished) == ([0], False, False)
 
 
@@ -109,7 +109,7 @@ def test_the_largest_number_draws_a_token_that_is_allowed(seed, top_k, top_p, mi
     options = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     left = _truncate(torch.softmax(logits, -1).double(), [row(**options)])[0]
     for uniform in (0.0, 1.0 - 2.0**-53):
-        (token,) = _sample(logits.clone(), [row(uniform, **options)]).tolist()
+        (token,) = sample(logits.clone(), [row(uniform, **options)]).tolist()
         assert left[token] > 0
 
 

@@ -1,0 +1,78 @@
+"""`polyturn launch local RECIPE.yaml [section.key=value ...] [--dry-run]`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyturn.cli.recipe_args import add_recipe, read_recipe
+
+if TYPE_CHECKING:
+    from polyturn.config.schema import Recipe
+
+
+def register(verbs: Any) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser(
+        "launch", help="start every process of a run", description="Start every process of a run, watch them, end them."
+    )
+    places = parser.add_subparsers(dest="place", metavar="PLACE", required=True)
+    local = places.add_parser("local", help="on this machine", description="Start every process of a run on this machine.")
+    add_recipe(local)
+    local.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
+    local.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check, then start everything."""
+    recipe = read_recipe(args)
+    return dry_run(recipe) if args.dry_run else launch(recipe)
+
+
+def launch(recipe: Recipe) -> int:
+    """Start all processes of the recipe's run and return its exit code when none is left."""
+    from polyturn.processes.keeper import keep
+
+    code = keep()  # before anything that may start threads, as the check does
+    return _supervise(recipe) if code is None else code
+
+
+def _supervise(recipe: Recipe) -> int:
+    """Check, make the run folder, start everything. Runs in the keeper's child."""
+    from polyturn.cli.train import arithmetic
+    from polyturn.config.resolve import write_resolved
+    from polyturn.launch.gpus import place, visible_gpus
+    from polyturn.launch.local import patience_of, run_roles
+    from polyturn.launch.roles import described, role_specs
+    from polyturn.loop.check import check
+    from polyturn.metrics.logs import set_up_logging
+    from polyturn.metrics.run_folder import RunFolder
+
+    set_up_logging(recipe.run.log_level)
+    checked = check(recipe)
+    gpus = visible_gpus()
+    place(checked.recipe, gpus)  # refuses before there is a folder
+    for line in arithmetic(checked):
+        print(line)
+    folder = RunFolder.create(checked.recipe.run.output_dir, checked.recipe.run.name)
+    write_resolved(checked.resolved, folder.recipe)
+    specs = role_specs(checked.recipe, gpus, folder.recipe)
+    for spec in specs:
+        print(described(spec))
+    print(f"run folder: {folder.root}", flush=True)
+    return run_roles(specs, folder, patience_of(checked.recipe))
+
+
+def dry_run(recipe: Recipe) -> int:
+    """Check, say which processes there would be, write the resolved recipe."""
+    from polyturn.cli.train import arithmetic, write_dry_run
+    from polyturn.launch.gpus import visible_gpus
+    from polyturn.launch.roles import described, role_specs
+    from polyturn.loop.check import check
+
+    checked = check(recipe)
+    specs = role_specs(checked.recipe, visible_gpus(), Path("recipe.yaml"))
+    for line in (*arithmetic(checked), *map(described, specs)):
+        print(line)
+    return write_dry_run(checked)

@@ -1,0 +1,112 @@
+"""Which GPUs there are, and which role gets which."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from polyturn.config.schema import Recipe
+from polyturn.errors import ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+_SMI_S = 20.0
+_DEVICE = re.compile(r"\d+|(GPU|MIG)-\S+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The GPU of each trainer rank and of each engine server, as `CUDA_VISIBLE_DEVICES` names them; empty: on the CPU."""
+
+    trainer: tuple[str, ...] = ()
+    engines: tuple[str, ...] = ()
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ, *, root: Path = Path("/"), smi: str = "nvidia-smi") -> list[str]:
+    """The GPUs that this process may use, named as in `CUDA_VISIBLE_DEVICES`, without asking torch."""
+    if VISIBLE in environ:
+        found: list[str] = []
+        for name in environ[VISIBLE].split(","):
+            if not _DEVICE.fullmatch(name.strip()):  # CUDA itself stops at the first name that is none, such as -1
+                break
+            found.append(name.strip())
+        return found
+    return [str(number) for number in range(_installed(root, smi))]
+
+
+def place(recipe: Recipe, gpus: Sequence[str]) -> Placement:
+    """A GPU for each trainer rank and each engine server: the first ones and the last ones, unless the recipe names them.
+
+    Raises ConfigError for GPUs that aren't there, are too few, or are given out twice.
+    """
+    trainer, engine = recipe.trainer, recipe.engine
+    num_engines = engine.num_servers if engine.kind == "hf_server" else 0
+    _refuse_numbered_device(recipe)
+    if trainer.device == "cpu" or (trainer.device == "auto" and not gpus):
+        for key, devices in (("trainer.devices", trainer.devices), ("engine.devices", engine.devices)):
+            if devices:
+                why = "trainer.device=cpu" if trainer.device == "cpu" else "no GPU is visible"
+                raise ConfigError(f"{key}={list(devices)} but {why}; remove one of the two")
+        return Placement()
+    if not gpus:
+        raise ConfigError(f"trainer.device={trainer.device} but no GPU is visible; use auto or cpu")
+    _refuse_wrong_numbers("trainer", trainer.devices, trainer.num_ranks, "trainer.num_ranks", gpus)
+    _refuse_wrong_numbers("engine", engine.devices, num_engines, "engine.num_servers", gpus)
+    if trainer.num_ranks + num_engines > len(gpus):
+        needs = f"trainer.num_ranks={trainer.num_ranks}"
+        needs += f" and engine.num_servers={num_engines} need" if num_engines else " needs"
+        raise ConfigError(
+            f"{needs} {trainer.num_ranks + num_engines} GPUs, one each, and {len(gpus)} are visible; ask for fewer, or set "
+            "trainer.device=cpu"
+        )
+    free = range(len(gpus))
+    taken = set(engine.devices or ()) if num_engines else set[int]()
+    first = trainer.devices or tuple(number for number in free if number not in taken)[: trainer.num_ranks]
+    left = tuple(number for number in free if number not in first)
+    last = (engine.devices or left[len(left) - num_engines :]) if num_engines else ()
+    both = sorted(set(first) & set(last))
+    if both:
+        raise ConfigError(
+            f"trainer.devices={list(first)} and engine.devices={list(last)} share GPU {both[0]}; each needs one of its own"
+        )
+    return Placement(trainer=tuple(gpus[number] for number in first), engines=tuple(gpus[number] for number in last))
+
+
+def _refuse_numbered_device(recipe: Recipe) -> None:
+    """A rank sees its own GPU only, and that is cuda:0."""
+    device = recipe.trainer.device
+    if device.startswith("cuda:"):
+        number = device.removeprefix("cuda:")
+        raise ConfigError(
+            f"trainer.device={device} names one GPU of a single process, and this run has several processes; set "
+            f"trainer.device=cuda and trainer.devices=[{number}]"
+        )
+
+
+def _refuse_wrong_numbers(section: str, devices: Sequence[int] | None, count: int, count_key: str, gpus: Sequence[str]) -> None:
+    if devices is None or count == 0:
+        return
+    shown = f"{section}.devices={list(devices)}"
+    if len(set(devices)) < len(devices):
+        raise ConfigError(f"{shown} names a GPU twice; name {count} different ones")
+    if len(devices) != count:
+        raise ConfigError(f"{shown} has {len(devices)} GPUs for {count_key}={count}; name one for each")
+    wrong = [number for number in devices if not 0 <= number < len(gpus)]
+    if wrong:
+        raise ConfigError(f"{shown}: there is no GPU {wrong[0]}; {len(gpus)} are visible, counted from 0")
+
+
+def _installed(root: Path, smi: str) -> int:
+    """How many GPUs the driver has: by its own tool, else by what it shows in /proc or /dev."""
+    try:
+        listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=_SMI_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        in_proc = root / "proc/driver/nvidia/gpus"
+        if in_proc.is_dir():
+            return len(list(in_proc.iterdir()))
+        return len([path for path in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
+    return len(re.findall(r"^GPU \d+:", listed, flags=re.MULTILINE))

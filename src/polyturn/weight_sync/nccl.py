@@ -1,0 +1,260 @@
+"""The `nccl` bridge: sends the weights to engine servers over a process group, NCCL between GPUs and gloo otherwise.
+
+The servers are told what to do over HTTP, by the routes of vLLM 0.32; the bytes go through the group (`transfer.py`). One
+push, every phase on all servers at once:
+
+    meet (the first time)  ─> pause (keep) ─> start ─> update: the tensors ─> finish: the version ─> confirm ─> checksums
+                                                                                ─> reset the prefix cache ─> resume
+
+A push that fails resumes the servers that may serve, and leaves the group; the next push meets anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from polyturn.errors import DeadlineError, PolyturnError, WeightSyncError
+from polyturn.processes.deadlines import deadline
+from polyturn.processes.json_http import AskError, JsonClient
+from polyturn.processes.tasks import TaskSet
+from polyturn.processes.threads import in_thread
+from polyturn.weight_sync.base import WeightSource, check_coverage, check_sums
+from polyturn.weight_sync.transfer import BUCKET_BYTES, InitInfo, TransferError, TransferGroup, UpdateInfo, listen, send
+
+WEIGHTS_ROUTE = "/polyturn/weights"
+"""Ours: names, types and shapes of a server's weights, and their checksums when asked for. vLLM's routes have no such."""
+RESUME_S = 2.0
+"""How long a server may take to resume after a push that failed."""
+REASON_S = 2.0
+"""How long a server may take to say why a broadcast failed. What the sender sees of it names no server."""
+
+_log = logging.getLogger(__name__)
+
+
+class NcclBridge:
+    """Pushes `source` to the servers at `urls`, all at once.
+
+    `token` is the servers' bearer token. `host` is the address of this machine where they find the group's store. Checksums
+    are compared at the first push and at every `verify_every`-th. `on_confirmed(url, version)` hears what each server serves
+    after a push.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        source: WeightSource,
+        *,
+        verify_every: int,
+        deadline_s: float,
+        token: str | None = None,
+        host: str = "127.0.0.1",
+        bucket_bytes: int = BUCKET_BYTES,
+        on_confirmed: Callable[[str, int], None] | None = None,
+    ) -> None:
+        self._urls = [url.rstrip("/") for url in urls]
+        self._source = source
+        self._verify_every = verify_every
+        self._deadline_s = deadline_s
+        self._host = host
+        self._bucket_bytes = bucket_bytes
+        self._on_confirmed = on_confirmed or (lambda url, version: None)
+        self._client = JsonClient(token)
+        self._group: TransferGroup | None = None
+        self._shapes: dict[str, torch.Tensor] = {}
+        self._confirmed: int | None = None
+        self._pushes = 0
+        self._phase, self._tensor = "", ""
+        self._waiting: set[str] = set()
+        self._paused = False
+        self._wrong: set[str] = set()
+
+    async def push(self, version: int) -> None:
+        """See `WeightBridge.push`. Errors name the server, the phase and, while tensors are sent, the tensor."""
+        what = f"weight push {version} to {len(self._urls)} engine server{'s' * (len(self._urls) > 1)}"
+        try:
+            async with deadline(self._deadline_s, what):
+                await self._push(version)
+        except DeadlineError as error:
+            silent = await self._give_up() or [url for url in self._urls if url in self._waiting]
+            tensor = f", at {self._tensor}" if self._tensor else ""
+            who = " and ".join(silent) or "the trainer itself"
+            raise DeadlineError(f"{error}; in {self._phase}{tensor}, it waited for {who}") from error
+        except BaseException as error:
+            await self._give_up()
+            if isinstance(error, Exception) and not isinstance(error, PolyturnError):
+                raise WeightSyncError(f"weight push {version} failed: {type(error).__name__}: {error}") from error
+            raise
+        self._pushes += 1
+        self._confirmed = version
+        for url in self._urls:
+            self._on_confirmed(url, version)
+
+    async def close(self) -> None:
+        """Leave the group and close the connections. A later push meets anew."""
+        await self._leave()
+        await self._client.close()
+
+    # ── phases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _push(self, version: int) -> None:
+        weights = self._source.weights()
+        verify = self._pushes % self._verify_every == 0
+        self._wrong = set()
+        if self._group is None:
+            await self._meet(weights, version)
+        else:
+            check_coverage(weights, self._shapes)
+            await self._check_labels(version)
+        self._paused = True
+        await self._ask_all("pause", "POST", "/pause?mode=keep", version)
+        await self._ask_all("start", "POST", "/start_weight_update", version)
+        sums = await self._update(version, verify)
+        await self._ask_all("finish", "POST", "/finish_weight_update", version, {"weight_version": str(version)})
+        for url, answer in zip(self._urls, await self._ask_all("confirm", "GET", "/weight_info", version), strict=True):
+            if answer["weight_version"] != str(version):
+                raise WeightSyncError(
+                    f"weight push {version} was not confirmed: the engine serves version {answer['weight_version']} at {url}"
+                )
+        if verify:
+            await self._compare(sums, version)
+        await self._ask_all("reset the prefix cache", "POST", "/reset_prefix_cache", version)
+        await self._ask_all("resume", "POST", "/resume", version)
+        self._paused = False
+
+    async def _meet(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Learn what the servers' weights look like, refuse what does not fit, and open the group."""
+        told = await self._ask_all("meet", "GET", WEIGHTS_ROUTE, version)
+        shapes = [UpdateInfo.from_json(answer["weights"]).tensors() for answer in told]
+        for url, theirs in zip(self._urls, shapes, strict=True):
+            check_coverage(weights, theirs)
+            if any(theirs[name].dtype != like.dtype for name, like in shapes[0].items()):
+                raise WeightSyncError(f"{url} and {self._urls[0]} hold their weights in different types; give them one")
+        # The trainer's order is the model's, and the engines' types are what they need.
+        self._shapes = {name: shapes[0][name] for name in weights}
+        sizes = [answer["world_size"] for answer in await self._ask_all("meet", "GET", "/get_world_size", version)]
+        on_gpus = all(answer["device"] == "cuda" for answer in told) and next(iter(weights.values())).device.type == "cuda"
+        device = next(iter(weights.values())).device if on_gpus else torch.device("cpu")
+        listener = listen(self._host)
+        info = partial(
+            InitInfo,
+            master_address=self._host,
+            master_port=listener.getsockname()[1],
+            world_size=1 + sum(sizes),
+            packed_buffer_size_bytes=self._bucket_bytes,
+            backend="nccl" if on_gpus else "gloo",
+            timeout_s=self._deadline_s,
+        )
+        self._at("meet", self._urls)
+        async with TaskSet("the members of the weight transfer group") as tasks:
+            joining = tasks.start(
+                in_thread(partial(TransferGroup, info(rank_offset=1), device, listener=listener)), "the trainer"
+            )
+            for place, url in enumerate(self._urls):
+                body = {"init_info": info(rank_offset=1 + sum(sizes[:place])).to_json()}
+                tasks.start(self._ask("POST", url, "/init_weight_transfer_engine", version, body), url)
+        self._group = joining.result()
+
+    async def _check_labels(self, version: int) -> None:
+        """Every server must still serve what the last push brought: one that does not is another one."""
+        for url, answer in zip(self._urls, await self._ask_all("check", "GET", "/weight_info", version), strict=True):
+            if answer["weight_version"] != str(self._confirmed):
+                raise WeightSyncError(
+                    f"{url} serves weights {answer['weight_version']!r} before push {version}, and it had confirmed version "
+                    f"{self._confirmed}: it was restarted with old weights, or another run pushes to it"
+                )
+
+    async def _update(self, version: int, verify: bool) -> dict[str, int]:
+        """Send all tensors, while every server receives them. Returns their checksums when asked to verify."""
+        assert self._group is not None, "the servers are met before anything is sent"
+        sums: dict[str, int] = {}
+        sending = partial(
+            send,
+            self._group,
+            self._source,
+            self._shapes,
+            bucket_bytes=self._bucket_bytes,
+            until=time.monotonic() + self._deadline_s,
+            say=partial(setattr, self, "_tensor"),
+            sums=sums if verify else None,
+        )
+
+        async def to_all() -> None:
+            try:
+                await in_thread(sending)
+            except TransferError as error:
+                await asyncio.sleep(REASON_S)
+                raise WeightSyncError(f"weight push {version} failed in update, at {self._tensor}: {error}") from error
+
+        self._at("update", self._urls)
+        body = {"update_info": UpdateInfo.of(self._shapes).to_json()}
+        async with TaskSet("the members of a weight push") as tasks:
+            tasks.start(to_all(), "the sender")
+            for url in self._urls:
+                tasks.start(self._ask("POST", url, "/update_weights", version, body), url)
+        self._tensor = ""
+        return sums
+
+    async def _compare(self, sums: Mapping[str, int], version: int) -> None:
+        answers = await self._ask_all("checksums", "GET", f"{WEIGHTS_ROUTE}?checksums=true", version)
+        errors = []
+        for url, answer in zip(self._urls, answers, strict=True):
+            try:
+                check_sums(sums, {name: int(total) for name, total in answer["checksums"].items()}, version, f" at {url}")
+            except WeightSyncError as error:
+                self._wrong.add(url)
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    # ── asking ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _ask_all(self, phase: str, method: str, path: str, version: int, body: object = None) -> list[Any]:
+        self._at(phase, self._urls)
+        async with TaskSet(f"the servers' answers to {path}") as tasks:
+            answers = [tasks.start(self._ask(method, url, path, version, body), url) for url in self._urls]
+        return [answer.result() for answer in answers]
+
+    async def _ask(self, method: str, url: str, path: str, version: int, body: object = None) -> Any:
+        try:
+            answer = await self._client.ask(method, url + path, body, limit_s=self._deadline_s)
+        except AskError as error:
+            tensor = f", at {self._tensor}" if self._tensor else ""
+            raise WeightSyncError(f"weight push {version} failed in {self._phase}{tensor}: {error}") from error
+        self._waiting.discard(url)
+        return answer
+
+    def _at(self, phase: str, urls: Sequence[str]) -> None:
+        self._phase, self._tensor, self._waiting = phase, "", set(urls)
+
+    async def _give_up(self) -> list[str]:
+        """After a failure: leave the group, and resume the servers whose weights are right or who know that theirs are not.
+
+        Returns the servers that say nothing any more.
+        """
+        paused, self._paused, self._confirmed = self._paused, False, None
+        silent: list[str] = []
+
+        async def resume(url: str) -> None:
+            method, path = ("POST", "/resume") if paused and url not in self._wrong else ("GET", "/health")
+            try:
+                await self._client.ask(method, url + path, limit_s=RESUME_S)
+            except DeadlineError:
+                silent.append(url)
+                _log.warning("after a weight push that failed, %s does not answer %s", url, path)
+            except AskError as error:
+                _log.warning("after a weight push that failed, %s", error)
+
+        await asyncio.gather(self._leave(), *map(resume, self._urls))
+        return silent
+
+    async def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            await group.leave()

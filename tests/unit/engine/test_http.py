@@ -1,0 +1,178 @@
+"""The client of engine servers: which server gets a request, what it believes, and how each failure is named."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from aiohttp import web
+
+from parts.served import TOKEN, Served, until
+from polyturn.engine import http as http_module
+from polyturn.engine.hf import HfEngine
+from polyturn.engine.http import HttpEngine
+from polyturn.errors import ConfigError, DeadlineError, EngineError, NonFiniteError
+from polyturn.models.tiny import build_tiny
+from polyturn.types import SamplingParams
+
+ASK = SamplingParams(max_tokens=6, seed=1)
+
+
+def engine_of(seed=2) -> HfEngine:
+    return HfEngine(build_tiny(vocab_size=20, eos_id=4, pad_id=0, seed=seed))
+
+
+@pytest.fixture
+async def three():
+    served = Served(engine_of, num_servers=3)
+    await served.start()
+    yield served
+    await served.close()
+
+
+def count_requests(served) -> list[Counter]:
+    """Sessions that each server is asked for, by server."""
+    counts = []
+    for engine in served.engines:
+        count, whole = Counter(), engine.generate
+
+        async def generate(prompt_ids, sampling, *, session=None, count=count, whole=whole):
+            count[prompt_ids] += 1
+            return await whole(prompt_ids, sampling)
+
+        engine.generate = generate
+        counts.append(count)
+    return counts
+
+
+async def test_first_turns_go_to_the_least_loaded_and_later_ones_stay(three):
+    counts = count_requests(three)
+    for engine in three.engines:
+        await engine.pause("keep")  # all are under way at once
+    first = [asyncio.create_task(three.generate((0, place), ASK, session=f"s{place}")) for place in range(12)]
+    await until(lambda: sum(count.total() for count in counts) == 12)
+    assert [count.total() for count in counts] == [4, 4, 4]
+    for engine in three.engines:
+        engine.resume()
+    await asyncio.gather(*first)
+    for _ in range(3):
+        await asyncio.gather(*(three.generate((0, place), ASK, session=f"s{place}") for place in range(12)))
+    assert [sorted(count.values()) for count in counts] == [[4, 4, 4, 4]] * 3, "every turn of a session at one server"
+
+
+async def test_requests_without_a_session_are_spread(three):
+    counts = count_requests(three)
+    for engine in three.engines:
+        await engine.pause("keep")
+    requests = [asyncio.create_task(three.generate((0, 7), ASK)) for _ in range(9)]
+    await until(lambda: sum(count.total() for count in counts) == 9)
+    for engine in three.engines:
+        engine.resume()
+    await asyncio.gather(*requests)
+    assert [count.total() for count in counts] == [3, 3, 3]
+
+
+async def test_only_so_many_sessions_are_remembered(three, monkeypatch):
+    monkeypatch.setattr(http_module, "MOST_SESSIONS", 4)
+    for place in range(10):
+        await three.generate((0, 7), ASK, session=f"s{place}")
+    assert list(three.client._sessions) == ["s6", "s7", "s8", "s9"]
+
+
+async def test_a_dead_server_is_named_at_once(three):
+    await three.servers[0].stop()
+    with pytest.raises(EngineError, match=rf"{three.urls[0]}/inference/v1/generate can't be reached"):
+        await three.generate((0, 7), ASK)
+    assert three.client._servers[0].under_way == 0
+
+
+async def test_the_version_is_the_least_that_the_servers_confirmed(three):
+    client = three.client
+    assert client.policy_version == 0
+    client.confirmed(three.urls[0], 3)
+    client.confirmed(three.urls[1] + "/", 4)
+    assert client.policy_version == 0
+    client.confirmed(three.urls[2], 3)
+    assert client.policy_version == 3
+
+
+async def test_an_answer_from_older_weights_than_were_confirmed_is_refused(three):
+    three.client.confirmed(three.urls[0], 5)
+    with pytest.raises(EngineError, match=r"version 0 after it had confirmed version 5: it was restarted with old weights"):
+        await three.generate((0, 7), ASK)
+
+
+async def test_a_wrong_token_and_a_context_that_is_full_are_said(three):
+    with pytest.raises(EngineError, match=rf"{three.urls[0]}/v1/models answered 401: Unauthorized"):
+        await HttpEngine(three.urls, token="wrong").start()
+    limit = three.engines[0].context_limit
+    with pytest.raises(EngineError, match=f"a prompt of {limit} ids leaves no room in the context of {limit}"):
+        await three.generate((7,) * limit, ASK)
+    completion = await three.generate((7,) * (limit - 3), SamplingParams(max_tokens=100, seed=1))
+    assert (len(completion.ids), completion.stop_reason) == (3, "length")
+
+
+async def test_a_start_waits_for_servers_and_names_the_one_that_did_not_come():
+    served = Served(engine_of)
+    await served.servers[0].start()
+    url = served.urls[0]
+    await served.servers[0].stop()
+    with pytest.raises(DeadlineError, match=rf"0\.3 s for the engine server at {url} to be healthy.*can't be reached"):
+        await HttpEngine([url], start_deadline_s=0.3).start()
+    served.servers[0]._port = int(url.rpartition(":")[2])
+    client = HttpEngine([url], token=TOKEN, start_deadline_s=30)
+    starting = asyncio.create_task(client.start())
+    await asyncio.sleep(0.15)
+    await served.servers[0].start()
+    await starting
+    assert (await client.generate((0, 7), ASK)).ids
+    await client.stop()
+    await served.close()
+
+
+async def test_a_server_that_is_broken_at_the_start_is_an_error_at_once(three):
+    three.engines[0]._broken = "no memory"
+    with pytest.raises(EngineError, match=r"503: no memory"):
+        await HttpEngine(three.urls, token=TOKEN, start_deadline_s=600).start()
+
+
+async def test_a_nan_is_training_that_must_not_go_on(three):
+    for engine in three.engines:
+        engine.named_weights()["model.norm.weight"].fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match="nan or inf"):
+        await three.generate((0, 7), ASK)
+
+
+async def test_a_completion_has_a_deadline_of_its_own():
+    served = Served(engine_of, request_deadline_s=0.1)
+    await served.start()
+    await served.engines[0].pause("keep")
+    with pytest.raises(DeadlineError, match=r"0\.1 s for POST http.*generate"):
+        await served.generate((0, 7), ASK)
+    assert served.client._servers[0].under_way == 0
+    await served.close()
+
+
+@pytest.mark.parametrize("urls", [[], ["127.0.0.1:8000"], ["http://127.0.0.1:1", "ftp://x"]])
+def test_urls_that_are_none(urls):
+    with pytest.raises(ConfigError, match="needs the URLs of its servers"):
+        HttpEngine(urls)
+
+
+@pytest.mark.parametrize(
+    ("models", "said"),
+    [({}, "does not answer as an engine server does"), ({"data": []}, "does not answer as"), ([1], "does not answer as")],
+)
+async def test_another_kind_of_server_is_no_engine(models, said):
+    async def answer(request):
+        return web.json_response(models)
+
+    app = web.Application()
+    app.add_routes([web.get("/health", answer), web.get("/v1/models", answer), web.get("/weight_info", answer)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    with pytest.raises(EngineError, match=said):
+        await HttpEngine([f"http://127.0.0.1:{runner.addresses[0][1]}"]).start()
+    await runner.cleanup()

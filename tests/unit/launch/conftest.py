@@ -1,0 +1,3 @@
+from parts.stub_runs import stub_run
+
+__all__ = ["stub_run"]

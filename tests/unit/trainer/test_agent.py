@@ -1,0 +1,130 @@
+"""torchrun's elastic agent with real ranks over gloo: it starts them, says how each ended, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parts.runs import child_environment
+from parts.stub_runs import eventually, runs
+from polyturn.metrics.run_folder import RunFolder
+from polyturn.processes.endings import read_ending
+
+pytestmark = pytest.mark.real
+
+AGENT = """
+import sys
+from pathlib import Path
+from polyturn.processes.role import Role
+from polyturn.trainer.agent import run_agent
+role = Role(name="trainer-agent", folder=Path(sys.argv[1]))
+sys.exit(run_agent(role, (sys.executable, "-c", sys.argv[2], "trainer-${local_rank}"), 2))
+"""
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from polyturn.processes.parents import die_with_starter
+die_with_starter()
+import torch
+import torch.distributed as dist
+assert sys.argv[1] == "trainer-" + os.environ["RANK"]
+dist.init_process_group("gloo")
+total = torch.ones(1) * (dist.get_rank() + 1)
+dist.all_reduce(total)
+folder = Path(os.environ["FOLDER"])
+(folder / f"{dist.get_rank()}.txt").write_text(f"{total.item()} {os.environ['MASTER_ADDR']} {os.getpid()}")
+"""
+WAITS = RANK + "dist.barrier() if dist.get_rank() else time.sleep(600)"
+
+
+class Agent:
+    def __init__(self, folder: Path, rank: str) -> None:
+        self.folder = RunFolder.create(folder, "run").root
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
+        more = {"FOLDER": str(folder), "TMPDIR": str(self.temporary), "GLOO_SOCKET_IFNAME": "lo"}
+        self.said = [folder / f"{number}.txt" for number in range(2)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", AGENT, str(self.folder), rank],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=child_environment(**more),
+        )
+
+    def pids(self) -> list[int]:
+        eventually(
+            lambda: all(path.exists() and path.read_text().count(" ") == 2 for path in self.said), "the meeting of the ranks"
+        )
+        return [int(path.read_text().split()[2]) for path in self.said]
+
+    def end(self) -> tuple[int, str]:
+        _, err = self.process.communicate(timeout=100)
+        for path in self.said:
+            if path.exists():
+                eventually(lambda path=path: not runs(int(path.read_text().split()[2])), "the end of a rank")
+        assert list(self.temporary.iterdir()) == []
+        return self.process.returncode, err
+
+    def endings(self) -> list[int | None]:
+        return [read_ending(self.folder, f"trainer-{rank}") for rank in range(2)]
+
+
+def test_ranks_meet_on_the_loopback_device(tmp_path):
+    agent = Agent(tmp_path, RANK + "time.sleep(1)")
+    pids = agent.pids()
+    sockets = {line.split()[9] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if open_to_all(line)}
+    sockets |= {line.split()[9] for line in Path("/proc/net/tcp6").read_text().splitlines()[1:] if open_to_all(line)}
+    for pid in [agent.process.pid, *pids]:
+        held = {str(entry.readlink()).removeprefix("socket:[").rstrip("]") for entry in Path(f"/proc/{pid}/fd").iterdir()}
+        assert not held & sockets, "it listens to more than this machine"
+    assert agent.end()[0] == 0
+    assert [path.read_text().split()[:2] for path in agent.said] == [["3.0", "127.0.0.1"]] * 2
+    assert agent.endings() == [0, 0]
+
+
+def open_to_all(line: str) -> bool:
+    """Whether a line of /proc/net/tcp is of a socket that listens on all devices."""
+    address, state = line.split()[1], line.split()[3]
+    return state == "0A" and set(address.split(":")[0]) == {"0"}
+
+
+def test_a_rank_that_is_killed_is_named_at_once(tmp_path):
+    agent = Agent(
+        tmp_path,
+        WAITS.replace(
+            "time.sleep(600)", "(signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), os._exit(0))), time.sleep(600))"
+        ),
+    )
+    os.kill(agent.pids()[1], signal.SIGKILL)
+    eventually(lambda: agent.endings()[1] == -9, "the note of the death")
+    assert agent.process.poll() is None, "it is written before the others have ended"
+    code, err = agent.end()
+    assert code == 3
+    assert "trainer-1 was killed by signal 9" in err
+
+
+def test_the_exit_code_of_the_rank_that_failed_first(tmp_path):
+    agent = Agent(tmp_path, RANK + "sys.exit(4) if dist.get_rank() else dist.barrier()")
+    code, err = agent.end()
+    assert code == 4
+    assert "trainer-1 ended with exit code 4; the other ranks have been ended" in err
+    assert agent.endings()[1] == 4
+
+
+def test_a_request_to_end_ends_the_ranks(tmp_path):
+    agent = Agent(tmp_path, WAITS)
+    agent.pids()
+    agent.process.terminate()
+    assert agent.end()[0] == 143
+
+
+def test_ranks_do_not_outlive_the_agent(tmp_path):
+    agent = Agent(tmp_path, WAITS)
+    agent.pids()
+    agent.process.kill()
+    assert agent.end()[0] == -signal.SIGKILL
