@@ -48,8 +48,8 @@ class ModelSection(Section):
     """`builtin:tiny`, `builtin:smollm2`, a folder that transformers loads, or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trained weights."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of transformers."""
+    attention: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """How the trainer attends; `varlen`: PyTorch's own for packed rows; `auto`: that for 16-bit weights on a GPU, else `sdpa`."""
     chat_template: str | None = None
     """A Jinja file that replaces the model's own chat template."""
 
@@ -317,6 +317,12 @@ class TrainerSection(Section):
     """A training step, or the export at the end, that takes longer ends the run."""
     threads: int | None = Field(default=None, gt=0)
     """CPU threads of torch; None leaves them alone."""
+    activations: Literal["keep", "selective", "full"] = "keep"
+    """What the backward pass computes again instead of keeping: nothing, all but products and attention, or whole layers."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the decoder's layers; `auto`: on a GPU."""
+    float32_head: bool = False
+    """Compute the logits in float32 from weights that are not."""
 
 
 class WeightSyncSection(Section):

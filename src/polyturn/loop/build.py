@@ -25,6 +25,8 @@ from polyturn.models.load import load_model
 from polyturn.models.smollm2 import ensure_smollm2
 from polyturn.processes.threads import in_thread_within
 from polyturn.rendering.renderer import Renderer
+from polyturn.trainer.attention import use_attention, use_plain_attention
+from polyturn.trainer.layers import plain_layers
 from polyturn.trainer.ranks import Ranks
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.trainer import Trainer
@@ -94,6 +96,7 @@ async def load_policy(recipe: Recipe, environment: Environment, say: Say, *, pat
     renderer = Renderer.load(folder, chat_template=chat_template(recipe))
     model = load_model(folder, dtype=recipe.model.dtype, attention=recipe.model.attention, device=device)
     refuse_missing_rows(path, model, renderer.tokenizer.vocab_size)
+    use_attention(model, recipe.model.attention)
     return Policy(model=model, folder=folder, renderer=renderer)
 
 
@@ -109,6 +112,8 @@ def refuse_missing_rows(path: str, model: Any, vocab_size: int) -> None:
 
 def build_engine(recipe: Recipe, model: torch.nn.Module, *, linger_s: float = 0.0) -> HfEngine:
     """The `hf` engine over `model`, which it owns from then on."""
+    plain_layers(model)
+    use_plain_attention(model)
     pad: Any = getattr(model.config, "pad_token_id", None)
     pad_id = pad if isinstance(pad, int) else 0
     return HfEngine(model, max_batch_size=recipe.engine.max_batch_size, pad_id=pad_id, linger_s=linger_s)
@@ -130,6 +135,9 @@ def build_trainer(recipe: Recipe, model: torch.nn.Module, ranks: Ranks | None = 
         min_learning_rate_ratio=trainer.min_learning_rate_ratio,
         max_grad_norm=trainer.max_grad_norm,
         num_iterations=trainer.num_iterations,
+        activations=trainer.activations,
+        compiled=trainer.compile == "on" or (trainer.compile == "auto" and next(model.parameters()).is_cuda),
+        float32_head=trainer.float32_head,
     )
     reference = copy.deepcopy(model).requires_grad_(False) if settings.loss.beta > 0 else None
     return Trainer(model, settings, reference=reference, ranks=ranks)

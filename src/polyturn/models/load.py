@@ -20,16 +20,18 @@ _TOKENIZER_FILES = (
 
 
 def load_model(folder: Path, *, dtype: str, attention: str, device: torch.device) -> torch.nn.Module:
-    """The causal language model of `folder`, on `device`.
+    """The causal language model of `folder`, on `device`; `attention` is the recipe's `model.attention`.
 
     Raises:
         ModelError: transformers can't load it, or its files lack weights, which transformers would make up at random.
     """
     from transformers import AutoModelForCausalLM
 
+    # What is not named is transformers' own choice: SDPA, or eager attention where a model can't have it.
+    named = {"attn_implementation": attention} if attention in ("sdpa", "eager", "flash_attention_2") else {}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), attn_implementation=attention, local_files_only=True, output_loading_info=True
+            folder, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True, **named
         )
     except Exception as error:
         raise ModelError(f"transformers could not load {folder}: {type(error).__name__}: {error}") from error

@@ -13,18 +13,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyturn.errors import ConfigError
+
 VARLEN = "polyturn_varlen"
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def choose_attention(asked: str, config: Any, dtype: torch.dtype, device: torch.device) -> str:
-    """The name of transformers' attention implementation for `model.attention=asked`; `auto` is the fastest that is exact."""
-    if asked != "auto":
-        return asked
-    return VARLEN if device.type == "cuda" and dtype in _HALF and not _squashes(config) and _available() else "sdpa"
+def use_attention(model: Any, asked: str) -> None:
+    """Make `model`, which was loaded with transformers' own choice, attend as `model.attention=asked` says.
+
+    `auto` takes ours where it is exact and runs. Raises ConfigError where what is asked for can't be had.
+    """
+    weight = next(model.parameters())
+    fits = weight.is_cuda and weight.dtype in _HALF and not _squashes(model.config) and _available()
+    if asked == "varlen" and not fits:
+        raise ConfigError(
+            "model.attention=varlen needs a GPU, weights of 16 bits, torch 2.11 or newer, and a model that does not squash its "
+            "attention scores; use auto"
+        )
+    if asked == "varlen" or (asked == "auto" and fits):
+        _register()
+        model.set_attn_implementation(VARLEN)
 
 
-def register_varlen() -> None:
+def use_plain_attention(model: Any) -> None:
+    """Undo `use_attention`, for a model that generates: ours knows no cache."""
+    if model.config._attn_implementation == VARLEN:
+        model.set_attn_implementation("sdpa")
+
+
+def _register() -> None:
     """Tell transformers of it. Safe to call again."""
     from transformers import AttentionInterface, AttentionMaskInterface
 

@@ -24,3 +24,6 @@ class TrainerSettings:
     min_learning_rate_ratio: float = 0.0
     max_grad_norm: float = 1.0
     num_iterations: int = 1
+    activations: Literal["keep", "selective", "full"] = "keep"
+    compiled: bool = False
+    float32_head: bool = False

@@ -17,6 +17,7 @@ from polyturn.losses.base import LossInputs, required
 from polyturn.losses.policy import policy_loss
 from polyturn.losses.ratio import segment_log_ratio
 from polyturn.losses.sampler import sampler_weights
+from polyturn.trainer.layers import prepare_layers
 from polyturn.trainer.optimizer import build_optimizer, learning_rate_at
 from polyturn.trainer.ranks import Alone, Ranks
 from polyturn.trainer.record import Record
@@ -62,8 +63,9 @@ class Trainer:
     ) -> None:
         assert reference is not None or settings.loss.beta == 0, "a KL term needs a reference"
         self.model = model.eval()
-        self._score = Scorer(self.model)
+        self._score = Scorer(self.model, float32_head=settings.float32_head)
         refuse_mixed_samples(self._score)
+        prepare_layers(self.model, activations=settings.activations, compiled=settings.compiled)
         self._reference = reference
         self._score_reference = None if reference is None else Scorer(reference.eval())
         self.settings = settings
