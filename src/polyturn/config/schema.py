@@ -49,7 +49,7 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trained weights."""
     attention: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """How the trainer attends; `varlen`: PyTorch's own for packed rows; `auto`: that for 16-bit weights on a GPU, else `sdpa`."""
+    """How the trainer attends; `varlen`: PyTorch's own for packed rows; `auto`: that for 16-bit weights on GPUs, else `sdpa`."""
     chat_template: str | None = None
     """A Jinja file that replaces the model's own chat template."""
 
