@@ -7,7 +7,6 @@ The two YAML files are recipes; `tests/unit/config/test_load.py` has them. What 
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -154,10 +153,8 @@ def test_blank_lines_count():
     assert [line for line, _ in check_file(str(FOLDER / "blank_lines.jsonl")).rows] == [2, 4, 7]
 
 
-def test_one_long_line_is_read_whole_and_at_once():
-    start = time.perf_counter()
+def test_one_long_line_is_read_whole():
     checked = check_file(str(FOLDER / "one_200kb_line.jsonl"))
-    assert time.perf_counter() - start < 1.0
     assert len(checked.rows[1][1].messages[0].content) > 199_000
     assert "1 of 3 rows are too long for any usual context" in checked.report.notes
 

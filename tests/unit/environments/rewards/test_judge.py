@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -172,10 +171,8 @@ async def test_an_answer_without_end_is_refused(server):
 
 async def test_a_judge_that_hangs_is_late(server):
     server.script = ["hang"]
-    start = time.perf_counter()
     with pytest.raises(DeadlineError, match="the judge's score of a:1"):
         await ask(judge(server, deadline_s=0.1))
-    assert time.perf_counter() - start < 5
     assert judge(server)._state._asking == {}
 
 
