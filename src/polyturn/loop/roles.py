@@ -7,7 +7,7 @@ from functools import partial
 
 from polyturn.config.schema import Recipe, filled
 from polyturn.errors import ConfigError
-from polyturn.loop.build import build_trainer, load_policy, quiet_libraries
+from polyturn.loop.build import build_trainer, policy_to_train, quiet_libraries
 from polyturn.loop.check import Checked, check
 from polyturn.loop.place import Place, taken
 from polyturn.loop.sync import Outcome, train_recipe
@@ -48,7 +48,7 @@ def _train_rank(place: Place, recipe: Recipe) -> int:
     checked = check(recipe)
     if place.role.number == 0:
         return train_here(checked, RunFolder(place.role.folder), place)
-    policy = asyncio.run(load_policy(checked.recipe, checked.environment, _say))
+    policy = asyncio.run(policy_to_train(checked.recipe, checked.environment, _say))
     build_trainer(checked.recipe, policy.model, place.join_ranks(checked.recipe)).serve()
     return 0
 

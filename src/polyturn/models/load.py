@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,18 +19,22 @@ _TOKENIZER_FILES = (
 )
 
 
-def load_model(folder: Path, *, dtype: str, attention: str, device: torch.device) -> torch.nn.Module:
-    """The causal language model of `folder`, on `device`.
+def load_model(
+    folder: Path, *, dtype: str, attention: str, device: torch.device, quantize: Literal["8bit", "4bit"] | None = None
+) -> torch.nn.Module:
+    """The causal language model of `folder`, on `device`; with `quantize` its decoder's linear layers are of so few bits.
 
     Raises:
         ModelError: transformers can't load it, or its files lack weights, which transformers would make up at random.
     """
     from transformers import AutoModelForCausalLM
 
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
+    if quantize is not None:
+        # Weights that are quantized on the way in never lie on the device whole.
+        options |= {"quantization_config": quantization(quantize, getattr(torch, dtype)), "device_map": {"": device}}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), attn_implementation=attention, local_files_only=True, output_loading_info=True
-        )
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, output_loading_info=True, **options)
     except Exception as error:
         raise ModelError(f"transformers could not load {folder}: {type(error).__name__}: {error}") from error
     model, info = loaded
@@ -40,12 +44,30 @@ def load_model(folder: Path, *, dtype: str, attention: str, device: torch.device
             f"the files of {folder} lack {len(missing)} weights of a {type(model).__name__}, first {missing[0]}; fetch the "
             "model again, or name one that was saved whole"
         )
+    if quantize is not None:
+        placed: torch.nn.Module = model
+        return placed
     moved: torch.nn.Module = model.to(device)
     return moved
 
 
+def quantization(bits: Literal["8bit", "4bit"], dtype: torch.dtype) -> Any:
+    """How bitsandbytes holds the weights of linear layers, for products in `dtype`."""
+    from transformers import BitsAndBytesConfig
+
+    if bits == "8bit":
+        # The threshold would take columns out of the product by what happens to share a batch, so that the samples of a row,
+        # and engine and trainer, would see different weights.
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)  # type: ignore[no-untyped-call]
+    return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+
+
 def export_model(model: Any, source: Path, target: Path, *, chat_template: Path | None = None) -> None:
     """Write an ordinary transformers folder: weights and config of `model`, tokenizer and chat template of `source`.
+
+    Of a model with adapters these alone are written, as PEFT does; `adapter_config.json` names their base.
 
     A `chat_template` that the policy was trained with instead of its own takes that one's place.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from polyturn.config.memory import MasterWeights, OptimizerName
 from polyturn.config.schema import LossOptions
 
 
@@ -15,7 +16,9 @@ class TrainerSettings:
     learning_rate: float
     loss: LossOptions
     total_optimizer_steps: int
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: OptimizerName = "adamw"
+    master_weights: MasterWeights = "none"
+    offload_optimizer: bool = False
     betas: tuple[float, float] = (0.9, 0.95)
     adam_epsilon: float = 1e-8
     weight_decay: float = 0.0
@@ -24,3 +27,5 @@ class TrainerSettings:
     min_learning_rate_ratio: float = 0.0
     max_grad_norm: float = 1.0
     num_iterations: int = 1
+    seed: int = 0
+    """Of whatever is random in an optimizer step; the same on all ranks."""
