@@ -200,9 +200,7 @@ def _master_weights(recipe: Recipe, num_train_tasks: int | None, reasons: dict[s
     if given == "auto":
         chosen = "float32" if half else "none"
         reasons["trainer.master_weights"] = (
-            "most updates are too small for weights in bfloat16, and would be rounded away"
-            if half
-            else "the weights are float32"
+            "most updates are too small for bfloat16 weights, and would be rounded away" if half else "the weights are float32"
         )
         return _with(recipe, "trainer", master_weights=chosen)
     if given != "none" and not half:

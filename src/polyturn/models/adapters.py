@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from polyturn.errors import ModelError, nearest
-from polyturn.models.load import export_model, load_model
 
 ADAPTER = "default"
 """What PEFT calls the only adapter of a model."""
+WEIGHTS = "adapter_model.safetensors"
 
 
 def add_adapters(model: Any, *, rank: int, alpha: float, targets: Sequence[str] | None, base: str, seed: int) -> None:
@@ -28,14 +28,14 @@ def add_adapters(model: Any, *, rank: int, alpha: float, targets: Sequence[str] 
     `targets` are names of layers within a decoder layer, None for all. `base` is what an export says it belongs to. The same
     seed gives the same adapters, so that all ranks start as one. Raises ModelError for a target that is no such layer.
     """
-    from peft import LoraConfig
+    from peft import LoraConfig, inject_adapter_in_model
 
     names = _targets(model, targets)
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=names, bias="none", task_type="CAUSAL_LM")
     model.requires_grad_(False)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model.add_adapter(config, ADAPTER)
+        inject_adapter_in_model(config, model, ADAPTER)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(model.dtype)
@@ -43,21 +43,43 @@ def add_adapters(model: Any, *, rank: int, alpha: float, targets: Sequence[str] 
 
 
 def load_adapters(model: Any, folder: Path, *, base: str) -> None:
-    """Put the adapters in `folder` beside the layers of their base `model`. Raises ModelError where they don't fit."""
+    """Put the adapters in `folder` beside the layers of their base `model`, frozen. Raises ModelError where they don't fit."""
+    from peft import PeftConfig, inject_adapter_in_model, set_peft_model_state_dict
+    from safetensors.torch import load_file
+
     try:
-        model.load_adapter(str(folder), adapter_name=ADAPTER)
+        config = PeftConfig.from_pretrained(str(folder))
+        inject_adapter_in_model(config, model, ADAPTER)
+        loaded = set_peft_model_state_dict(model, load_file(folder / WEIGHTS), ADAPTER)
+        missing = [name for name in loaded.missing_keys if ".lora_" in name] + list(loaded.unexpected_keys)
+        if missing:
+            raise ValueError(f"{len(missing)} tensors have no counterpart, first {missing[0]}")
     except Exception as error:
         raise ModelError(
             f"the adapters in {folder} don't fit their base model {base}: {type(error).__name__}: {error}"
         ) from error
+    model.requires_grad_(False)
     for parameter in adapter_parameters(model):
         parameter.data = parameter.data.to(model.dtype)
     name_base(model, base)
 
 
+def save_adapters(model: Any, folder: Path) -> None:
+    """Write the adapters of `model` as PEFT does: `peft.PeftModel.from_pretrained` reads them, and `load_adapters`."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    tensors = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
+    named = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
+    config = copy.copy(model.peft_config[ADAPTER])
+    config.inference_mode = True  # whoever loads them decides whether they are trained
+    config.save_pretrained(str(folder))
+
+
 def has_adapters(model: Any) -> bool:
     """Whether there are adapters in `model`."""
-    return bool(getattr(model, "_hf_peft_config_loaded", False))
+    return hasattr(model, "peft_config")
 
 
 def name_base(model: Any, base: str) -> None:
@@ -68,35 +90,25 @@ def name_base(model: Any, base: str) -> None:
 @contextmanager
 def adapters_off(model: Any) -> Iterator[None]:
     """Within it `model` is its base. Only one thread may use the model meanwhile."""
-    model.disable_adapters()
+    layers = _adapted(model)
+    for layer in layers:
+        layer.enable_adapters(False)
     try:
         yield
     finally:
-        model.enable_adapters()
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def merge_adapters(model: Any) -> Any:
     """The ordinary model that `model` with its adapters is; `model` itself is used up."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for name, module in list(model.named_modules()):
-        if isinstance(module, BaseTunerLayer):
-            module.merge()
-            parent = model.get_submodule(name.rpartition(".")[0])
-            setattr(parent, name.rpartition(".")[2], module.get_base_layer())
-    model._hf_peft_config_loaded = False
+    places = {id(module): name for name, module in model.named_modules()}
+    for layer in _adapted(model):
+        layer.merge()
+        above, _, own = places[id(layer)].rpartition(".")
+        setattr(model.get_submodule(above), own, layer.get_base_layer())
     del model.peft_config
     return model
-
-
-def merge_folder(adapters: Path, base: Path, target: Path, *, dtype: str = "bfloat16") -> None:
-    """Write the ordinary folder of the model in `base` with the adapters in `adapters` added to its weights.
-
-    Raises ModelError where they don't fit.
-    """
-    model = load_model(base, dtype=dtype, attention="sdpa", device=torch.device("cpu"))
-    load_adapters(model, adapters, base=str(base))
-    export_model(merge_adapters(model), adapters if (adapters / "tokenizer.json").is_file() else base, target)
 
 
 def adapter_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -122,8 +134,17 @@ def frozen_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def copy_for_sampling(model: torch.nn.Module) -> torch.nn.Module:
     """A copy that training does not change, with the frozen weights shared: nothing ever writes to those."""
-    shared = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
-    return copy.deepcopy(model, shared)
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
+    # An 8-bit layer keeps its weights in a second place too.
+    states = [module.state for module in model.modules() if hasattr(module, "init_8bit_state")]
+    return copy.deepcopy(model, shared | {id(state): state for state in states})
+
+
+def _adapted(model: torch.nn.Module) -> list[Any]:
+    """The layers with adapters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
 
 def _targets(model: Any, asked: Sequence[str] | None) -> list[str]:

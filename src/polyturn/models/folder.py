@@ -77,9 +77,7 @@ def adapter_base(folder: Path) -> str:
     if base not in BUILTIN_POSITIONS:
         found = local_folder(base)
         if found is not None and is_adapter(found):
-            raise ModelError(
-                f"{path} names {base}, which are adapters themselves; set base_model_name_or_path to a whole model"
-            )
+            raise ModelError(f"{path} names {base}, adapters themselves; set base_model_name_or_path to a whole model")
     return base
 
 

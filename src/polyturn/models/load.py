@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from polyturn.errors import ModelError
+from polyturn.models.adapters import has_adapters, load_adapters, merge_adapters, save_adapters
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -45,8 +47,7 @@ def load_model(
             "model again, or name one that was saved whole"
         )
     if quantize is not None:
-        placed: torch.nn.Module = model
-        return placed
+        return differentiable(model)
     moved: torch.nn.Module = model.to(device)
     return moved
 
@@ -56,12 +57,25 @@ def quantization(bits: Literal["8bit", "4bit"], dtype: torch.dtype) -> Any:
     from transformers import BitsAndBytesConfig
 
     if bits == "8bit":
+        # It would say at every product that activations are rounded from float16.
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         # The threshold would take columns out of the product by what happens to share a batch, so that the samples of a row,
         # and engine and trainer, would see different weights.
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)  # type: ignore[no-untyped-call]
     return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
+
+
+def differentiable(model: Any) -> Any:
+    """Keep the 4-bit layers of `model` from packing their weights for inference, which some CPUs do and gradients can't pass.
+
+    They take evaluation mode for a sign that nothing is trained; here it only says that there is no dropout.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model
 
 
 def export_model(model: Any, source: Path, target: Path, *, chat_template: Path | None = None) -> None:
@@ -72,10 +86,23 @@ def export_model(model: Any, source: Path, target: Path, *, chat_template: Path 
     A `chat_template` that the policy was trained with instead of its own takes that one's place.
     """
     target.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(target, safe_serialization=True)
+    if has_adapters(model):
+        save_adapters(model, target)
+    else:
+        model.save_pretrained(target, safe_serialization=True)
     for name in _TOKENIZER_FILES:
         if (source / name).is_file() and source != target:
             shutil.copyfile(source / name, target / name)
     if chat_template is not None:
         (target / "chat_template.json").unlink(missing_ok=True)
         shutil.copyfile(chat_template, target / "chat_template.jinja")
+
+
+def merge_folder(adapters: Path, base: Path, target: Path, *, dtype: str = "bfloat16") -> None:
+    """Write the ordinary folder of the model in `base` with the adapters in `adapters` added to its weights.
+
+    Raises ModelError where they don't fit.
+    """
+    model = load_model(base, dtype=dtype, attention="sdpa", device=torch.device("cpu"))
+    load_adapters(model, adapters, base=str(base))
+    export_model(merge_adapters(model), adapters if (adapters / "tokenizer.json").is_file() else base, target)

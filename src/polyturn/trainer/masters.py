@@ -35,7 +35,7 @@ class MasterOptimizer:
         self._copies = [master.copy for master in self._masters]
         self._rule = build_rule([(copy, copy.ndim) for copy in self._copies], settings)
         # Whoever trains the model next has an optimizer of its own: this one takes no gradients once it is gone.
-        hooks = [master.parameter.register_post_accumulate_grad_hook(master.take) for master in self._masters]
+        hooks = [master.hook() for master in self._masters]
         weakref.finalize(self, _remove, hooks)
 
     def gradients(self) -> list[Tensor]:
@@ -47,6 +47,7 @@ class MasterOptimizer:
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """See `PolicyOptimizer.step`; a parameter becomes its copy, rounded to the nearest."""
+        self.gradients()  # whoever changed none of them need not have asked
         apply(self._rule, learning_rate)
         for master in self._masters:
             master.give()
@@ -72,9 +73,8 @@ class MasterOptimizer:
         """See `PolicyOptimizer.held`."""
         weights = bytes_of(master.parameter for master in self._masters)
         kept = {"master": bytes_of(self._copies), "optimizer_state": state_bytes([self._rule])}
-        gradients = gradient_bytes(self._copies) + bytes_of(
-            master.staging for master in self._masters if master.staging is not None
-        )
+        staging = bytes_of(master.staging for master in self._masters if master.staging is not None)
+        gradients = gradient_bytes(self._copies) + staging
         if self._offload:
             return Placed(device=Held(weights=weights), cpu=Held(gradients=gradients, **kept))
         return Placed(device=Held(weights=weights, gradients=gradients, **kept))
@@ -88,6 +88,10 @@ class _Master:
     def __init__(self, parameter: torch.nn.Parameter) -> None:
         self.parameter = parameter
         self.copy = torch.nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+
+    def hook(self) -> Any:
+        """Take gradients from now on, until what is returned is told to `remove`."""
+        return self.parameter.register_post_accumulate_grad_hook(self.take)  # type: ignore[no-untyped-call]
 
     def take(self, parameter: Tensor) -> None:
         """Autograd has added to `parameter.grad`: add it up here instead."""
@@ -119,7 +123,7 @@ class _Lane:
     def __init__(self, device: torch.device) -> None:
         self.pinned = device.type == "cuda"
         self._device = device
-        self._stream = torch.cuda.Stream(device) if self.pinned else None
+        self._stream = torch.cuda.Stream(device) if self.pinned else None  # type: ignore[no-untyped-call]
 
     def fetch(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
         """Start to copy; the event, where there is one, comes when it is done."""
@@ -130,7 +134,8 @@ class _Lane:
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             source.record_stream(self._stream)
-            return self._stream.record_event()
+            arrival: torch.cuda.Event = self._stream.record_event()
+            return arrival
 
 
 class _Offloaded(_Master):

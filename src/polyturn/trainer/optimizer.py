@@ -55,10 +55,8 @@ def clip(gradients: Sequence[Tensor], longest: float) -> Tensor:
     if not gradients:
         return torch.zeros(())
     # Also of bfloat16 gradients the norm is a float32 number: in bfloat16 it would be off by half a percent.
-    norms = [
-        torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients
-    ]
-    norm = torch.linalg.vector_norm(torch.stack(norms))
+    kind = torch.promote_types(gradients[0].dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one, dtype=kind) for one in gradients]))
     factor = (longest / (norm + 1e-6)).clamp_max(1.0)
     for gradient in gradients:
         gradient.mul_(factor)

@@ -1,4 +1,4 @@
-"""The frozen policy of the KL term: a model of its own, on the device or waiting in CPU memory, or the policy without its adapters."""
+"""The frozen policy of the KL term: a model of its own, on the device or in CPU memory, or the policy without adapters."""
 
 from __future__ import annotations
 

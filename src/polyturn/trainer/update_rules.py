@@ -21,7 +21,7 @@ def build_rule(parameters: Sequence[tuple[torch.nn.Parameter, int]], settings: T
         {"params": [p for p, dimensions in parameters if dimensions < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    adam = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.adam_epsilon}
+    adam: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.adam_epsilon}
     if settings.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=settings.learning_rate, fused=True)
     if settings.optimizer == "adamw_8bit":
@@ -44,7 +44,7 @@ def _adamw_8bit(groups: list[dict[str, Any]], device: torch.device, adam: dict[s
             "trainer.optimizer=adamw_8bit needs the package bitsandbytes; pip install 'polyturn[quantization]'"
         ) from error
 
-    class Unsynchronised(AdamW8bit):  # type: ignore[misc, no-any-unimported]
+    class Unsynchronised(AdamW8bit):  # type: ignore[misc]
         """Its own `step` waits for the device after every parameter."""
 
         @torch.no_grad()
