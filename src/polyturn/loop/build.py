@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -202,8 +203,9 @@ def build_engine_and_bridge(recipe: Recipe, trainer: Trainer, place: Place) -> t
 
 
 def quiet_libraries() -> None:
-    """Keep the tokenizer's fork warnings and transformers' progress bars out of a run's output."""
+    """Keep the tokenizer's fork warnings, transformers' progress bars and what bitsandbytes lacks out of a run's output."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import transformers
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]

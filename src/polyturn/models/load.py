@@ -67,14 +67,14 @@ def quantization(bits: Literal["8bit", "4bit"], dtype: torch.dtype) -> Any:
     )
 
 
-def differentiable(model: Any) -> Any:
+def differentiable(model: torch.nn.Module) -> torch.nn.Module:
     """Keep the 4-bit layers of `model` from packing their weights for inference, which some CPUs do and gradients can't pass.
 
     They take evaluation mode for a sign that nothing is trained; here it only says that there is no dropout.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 - no type knows it
     return model
 
 

@@ -37,6 +37,11 @@ def reference_of(
     return FrozenModel(model.eval(), next(policy.parameters()).device, scorer_of)
 
 
+def present(reference: Reference | None) -> AbstractContextManager[None]:
+    """Within it `reference` may be asked, where there is one."""
+    return nullcontext() if reference is None else reference.present()
+
+
 class WithoutAdapters:
     """The policy with its adapters off, which is the policy from before the first step: no second model is held."""
 

@@ -7,7 +7,6 @@ does not depend on how the tokens are cut into rows, nor on how the rows are dea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +21,7 @@ from polyturn.models.adapters import pushed_weights
 from polyturn.trainer.optimizer import build_optimizer, clip, learning_rate_at
 from polyturn.trainer.ranks import Alone, Ranks
 from polyturn.trainer.record import Record
-from polyturn.trainer.reference import reference_of, without_gradient
+from polyturn.trainer.reference import present, reference_of, without_gradient
 from polyturn.trainer.row import RowTensors, to_tensors
 from polyturn.trainer.scorer import Scorer, refuse_mixed_samples
 from polyturn.trainer.settings import TrainerSettings
@@ -114,7 +113,7 @@ class Trainer:
         (shares,) = share_out([batch], 1, self.settings, on_policy=True)
         self.model.eval()
         record = Record()
-        with nullcontext() if self._reference is None else self._reference.present():
+        with present(self._reference):
             prepared = self._prepare(shares[0], record, keep_old=False)
         self._forward_backward(prepared, record)
         return record.metrics([record.note()])
@@ -132,7 +131,7 @@ class Trainer:
         # Dropout stays off: the policy that is trained is the one that sampled.
         self.model.eval()
         record = Record()
-        with nullcontext() if self._reference is None else self._reference.present():
+        with present(self._reference):
             prepared = [self._prepare(share, record, keep_old=self._several(len(shares))) for share in shares]
         for _ in range(self.settings.num_iterations):
             for share in prepared:
