@@ -24,6 +24,7 @@ from polyturn.errors import ConfigError
 
 _TINY_LEARNING_RATE = 3e-4
 _FULL_LEARNING_RATE = 1e-6
+_LORA_LEARNING_RATE = 1e-5
 _ROW_TOKENS = 1024
 _WARMUP_STEPS = 10
 
@@ -43,7 +44,7 @@ def resolve(recipe: Recipe, *, num_train_tasks: int | None) -> Resolved:
     """
     reasons: dict[str, str] = {}
     problems: list[str] = list(_refusals(recipe))
-    for derive in (_length, _tasks, _learning_rate, _row_tokens, _warmup, _weight_sync, _loss):
+    for derive in (_length, _tasks, _learning_rate, _master_weights, _row_tokens, _warmup, _weight_sync, _loss):
         try:
             recipe = derive(recipe, num_train_tasks, reasons)
         except ConfigError as error:
@@ -97,10 +98,38 @@ def _refusals(recipe: Recipe) -> Iterator[str]:
             f"engine.deterministic=true: a server forms its batches by arrival (engine.kind={recipe.engine.kind}); "
             "use engine.kind=hf, or remove it"
         )
+    yield from _adapter_refusals(recipe)
     if trainer.optimizer_steps_per_batch > rollout.groups_per_step:
         yield (
             f"trainer.optimizer_steps_per_batch={trainer.optimizer_steps_per_batch}: a batch is cut by whole groups and has "
             f"rollout.groups_per_step={rollout.groups_per_step} of them; set it to {rollout.groups_per_step} or less"
+        )
+
+
+def _adapter_refusals(recipe: Recipe) -> Iterator[str]:
+    """What can't be had together with adapters, or not without them."""
+    lora, quantize = recipe.model.lora, recipe.model.quantize
+    if lora is None:
+        if quantize is not None:
+            yield (
+                f"model.quantize={quantize}: weights of so few bits can't be trained themselves; train adapters beside them "
+                "with model.lora.rank=16, or set model.quantize=null"
+            )
+        return
+    if lora.dropout:
+        yield (
+            f"model.lora.dropout={lora.dropout:g}: the policy that is trained must be the one that sampled, so nothing is "
+            "dropped; set model.lora.dropout=0"
+        )
+    if recipe.engine.kind != "hf":
+        yield (
+            f"model.lora with engine.kind={recipe.engine.kind}: the engine must hold the same base weights, which only an "
+            "engine in the driver's process is sure to; use engine.kind=hf, or set model.lora=null"
+        )
+    if recipe.trainer.reference_device == "cpu":
+        yield (
+            "trainer.reference_device=cpu with model.lora: the reference is the policy with its adapters off, and has no "
+            "weights of its own to keep there; set trainer.reference_device=same"
         )
 
 
@@ -149,10 +178,42 @@ def _tasks(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str])
 def _learning_rate(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
     if recipe.trainer.learning_rate is not None:
         return recipe
-    tiny = recipe.model.path == "builtin:tiny"
-    what = "builtin:tiny" if tiny else "training all weights of a pretrained model"
+    if recipe.model.path == "builtin:tiny":
+        rate, what = _TINY_LEARNING_RATE, "builtin:tiny"
+    elif recipe.model.lora is not None:
+        rate, what = _LORA_LEARNING_RATE, "training adapters (model.lora)"
+    else:
+        rate, what = _FULL_LEARNING_RATE, "training all weights of a pretrained model"
     reasons["trainer.learning_rate"] = f"the usual one for {what}"
-    return _with(recipe, "trainer", learning_rate=_TINY_LEARNING_RATE if tiny else _FULL_LEARNING_RATE)
+    return _with(recipe, "trainer", learning_rate=rate)
+
+
+def _master_weights(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
+    """What keeps small updates follows from the type of the weights; what would do nothing, or can't be done, is refused."""
+    trainer, half = recipe.trainer, recipe.model.dtype == "bfloat16"
+    given = trainer.master_weights
+    if trainer.offload_optimizer and trainer.optimizer == "adamw_8bit":
+        raise ConfigError(
+            "trainer.offload_optimizer=true with trainer.optimizer=adamw_8bit: the state in CPU memory is a full one, stepped "
+            "there; use trainer.optimizer=adamw, or trainer.offload_optimizer=false"
+        )
+    if given == "auto":
+        chosen = "float32" if half else "none"
+        reasons["trainer.master_weights"] = (
+            "most updates are too small for bfloat16 weights, and would be rounded away" if half else "the weights are float32"
+        )
+        return _with(recipe, "trainer", master_weights=chosen)
+    if given != "none" and not half:
+        raise ConfigError(
+            f"trainer.master_weights={given}: the weights are {recipe.model.dtype} already, and lose nothing; "
+            "use trainer.master_weights=auto, or model.dtype=bfloat16"
+        )
+    if given != "float32" and half and trainer.offload_optimizer:
+        raise ConfigError(
+            f"trainer.offload_optimizer=true with trainer.master_weights={given}: what is stepped in CPU memory are float32 "
+            "weights; use trainer.master_weights=float32, or trainer.offload_optimizer=false"
+        )
+    return recipe
 
 
 def _row_tokens(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:

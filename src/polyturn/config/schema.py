@@ -41,6 +41,19 @@ class RunSection(Section):
     """Level of the log; `LOGLEVEL` in the environment wins."""
 
 
+class LoraSection(Section):
+    """Low-rank adapters, trained in place of the model's own weights; without this section all weights are trained."""
+
+    rank: int = Field(default=16, gt=0)
+    """Columns of the two narrow matrices beside each weight."""
+    alpha: float = Field(default=32.0, gt=0, allow_inf_nan=False)
+    """What they add is multiplied by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """0, since the policy that is trained must be the one that sampled; anything else is refused."""
+    targets: tuple[str, ...] | None = Field(default=None, strict=False, min_length=1)
+    """Linear layers that get adapters, by their names within a decoder layer, such as `[q_proj, v_proj]`; null: all of them."""
+
+
 class ModelSection(Section):
     """The policy."""
 
@@ -49,9 +62,13 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trained weights."""
     attention: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """How the trainer attends; `varlen`: PyTorch's own for packed rows; `auto`: that for 16-bit weights on GPUs, else `sdpa`."""
+    """How the trainer attends; `varlen`: PyTorch's, for packed rows; `auto`: that for 16-bit weights on GPUs, else `sdpa`."""
     chat_template: str | None = None
     """A Jinja file that replaces the model's own chat template."""
+    lora: LoraSection | None = None
+    """Train adapters and leave the model's weights alone."""
+    quantize: Literal["8bit", "4bit"] | None = None
+    """Hold the linear layers of the decoder in fewer bits; only with `lora`, which leaves them as they are."""
 
 
 class RewardEntry(Section):
@@ -281,8 +298,14 @@ class AlgorithmSection(Section):
 class TrainerSection(Section):
     """Optimizer and how a batch is cut."""
 
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """Optimizer."""
+    optimizer: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
+    """Optimizer; `adamw_8bit` keeps its two averages in 8 bits."""
+    master_weights: Literal["auto", "float32", "stochastic", "none"] = "auto"
+    """What keeps small updates of bfloat16 weights: `float32` copies, or `stochastic` rounding; see docs/memory.md."""
+    offload_optimizer: bool = False
+    """Keep float32 weights, gradients and the optimizer's state in CPU memory, and step there."""
+    reference_device: Literal["same", "cpu"] = "same"
+    """Where the weights of the KL reference wait; `cpu`: on the GPU only while they score."""
     learning_rate: float | None = Field(default=None, gt=0)
     """Peak learning rate; derived from the model."""
     betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)

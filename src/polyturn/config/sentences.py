@@ -22,7 +22,8 @@ _BOOL_WORDS = {"yes": "true", "on": "true", "true": "true", "no": "false", "off"
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section class behind a field's annotation, None where the field is a plain value."""
+    """The section class behind a field's annotation, `| None` or not; None where the field is a plain value."""
+    annotation = _not_none(annotation)
     return annotation if inspect.isclass(annotation) and issubclass(annotation, Section) else None
 
 

@@ -24,6 +24,7 @@ import torch
 
 from polyturn.engine.sampling import Row, sample, uniforms_of
 from polyturn.errors import EngineError, NonFiniteError
+from polyturn.models.adapters import frozen_weights, pushed_weights
 from polyturn.processes.threads import in_thread
 from polyturn.types import Completion, SamplingParams
 
@@ -161,8 +162,12 @@ class HfEngine:
     # ── weights ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def named_weights(self) -> Mapping[str, torch.Tensor]:
-        """Every parameter and buffer a push has to cover, by name."""
-        return dict(self._model.state_dict(keep_vars=False))
+        """Every parameter and buffer a push has to cover, by name: all of them, or the trained ones where others are frozen."""
+        return pushed_weights(self._model)
+
+    def frozen_weights(self) -> Mapping[str, torch.Tensor]:
+        """The others, which no push brings."""
+        return frozen_weights(self._model)
 
     async def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> int:
         """Replace all weights between two batches and return the version now served.

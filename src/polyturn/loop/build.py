@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from polyturn.errors import ConfigError, ModelError
 from polyturn.loop.check import chat_template, refuse_short_context
 from polyturn.loop.place import Place
 from polyturn.loop.tiny import ensure_tiny
-from polyturn.models.folder import SMOLLM2, TINY, max_positions, model_folder
+from polyturn.models.adapters import add_adapters, copy_for_sampling, frozen_weights, has_adapters, load_adapters
+from polyturn.models.folder import SMOLLM2, TINY, adapter_base, base_name, is_adapter, max_positions, model_folder
 from polyturn.models.load import load_model
 from polyturn.models.smollm2 import ensure_smollm2
 from polyturn.processes.threads import in_thread_within
@@ -54,7 +56,7 @@ BUILTIN_MODELS: Mapping[str, Callable[[Recipe, Environment, Say], Awaitable[Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """A loaded model with the folder it came from and the renderer that goes with it."""
+    """A loaded model with the folder that its tokenizer came from and the renderer that goes with it."""
 
     model: torch.nn.Module
     folder: Path
@@ -82,6 +84,8 @@ def choose_device(name: str) -> torch.device:
 async def load_policy(recipe: Recipe, environment: Environment, say: Say, *, path: str | None = None) -> Policy:
     """Load `path`, or the recipe's model; a built-in one is made when the cache doesn't hold it.
 
+    A folder of adapters is loaded with its base. `model.lora` is for training: see `policy_to_train`.
+
     Raises:
         ConfigError: a device that isn't there.
         ModelError: not loadable, not made for its tokenizer, or its context is shorter than `rollout.max_trajectory_tokens`.
@@ -90,14 +94,56 @@ async def load_policy(recipe: Recipe, environment: Environment, say: Say, *, pat
     if recipe.trainer.threads is not None:
         torch.set_num_threads(recipe.trainer.threads)
     path = path or recipe.model.path
-    make = BUILTIN_MODELS.get(path)
-    folder = model_folder(path) if make is None else await make(recipe, environment, say)
+    folder = await _folder(recipe, environment, say, path)
+    adapters = folder if is_adapter(folder) else None
+    if adapters is not None:
+        base = adapter_base(adapters)
+        folder = await _folder(recipe, environment, say, base)
     refuse_short_context(recipe, path, max_positions(folder))
-    renderer = Renderer.load(folder, chat_template=chat_template(recipe))
-    model = load_model(folder, dtype=recipe.model.dtype, attention=recipe.model.attention, device=device)
+    tokenizer = adapters if adapters is not None and (adapters / "tokenizer.json").is_file() else folder
+    renderer = Renderer.load(tokenizer, chat_template=chat_template(recipe))
+    model = load_model(
+        folder,
+        dtype=recipe.model.dtype,
+        attention=recipe.model.attention,
+        device=device,
+        quantize=recipe.model.quantize,
+    )
+    if adapters is not None:
+        load_adapters(model, adapters, base=base)
     refuse_missing_rows(path, model, renderer.tokenizer.vocab_size)
     use_attention(model, recipe.model.attention)
-    return Policy(model=model, folder=folder, renderer=renderer)
+    return Policy(model=model, folder=tokenizer, renderer=renderer)
+
+
+async def _folder(recipe: Recipe, environment: Environment, say: Say, path: str) -> Path:
+    make = BUILTIN_MODELS.get(path)
+    return model_folder(path) if make is None else await make(recipe, environment, say)
+
+
+async def policy_to_train(recipe: Recipe, environment: Environment, say: Say, *, path: str | None = None) -> Policy:
+    """`path`, or the recipe's model, with fresh adapters where `model.lora` asks for them.
+
+    Raises what `load_policy` raises, and ModelError for a folder of adapters: training starts from a whole model.
+    """
+    path = path or recipe.model.path
+    policy = await load_policy(recipe, environment, say, path=path)
+    lora = recipe.model.lora
+    if has_adapters(policy.model):
+        raise ModelError(
+            f"{path} holds adapters, and training starts from a whole model; merge them with their base first "
+            "(docs/memory.md has the lines that do it)"
+        )
+    if lora is not None:
+        add_adapters(
+            policy.model,
+            rank=lora.rank,
+            alpha=lora.alpha,
+            targets=lora.targets,
+            base=base_name(path),
+            seed=recipe.run.seed,
+        )
+    return policy
 
 
 def refuse_missing_rows(path: str, model: Any, vocab_size: int) -> None:
@@ -121,12 +167,15 @@ def build_engine(recipe: Recipe, model: torch.nn.Module, *, linger_s: float = 0.
 
 def build_trainer(recipe: Recipe, model: torch.nn.Module, ranks: Ranks | None = None) -> Trainer:
     """The trainer of a resolved recipe, or one rank of it."""
-    trainer = recipe.trainer
+    trainer, master_weights = recipe.trainer, recipe.trainer.master_weights
+    assert master_weights != "auto", "the recipe was not resolved"
     settings = TrainerSettings(
         learning_rate=filled(trainer.learning_rate),
         loss=recipe.algorithm.loss_options,
         total_optimizer_steps=filled(recipe.run.steps) * trainer.num_iterations * trainer.optimizer_steps_per_batch,
         optimizer=trainer.optimizer,
+        master_weights=master_weights,
+        offload_optimizer=trainer.offload_optimizer,
         betas=trainer.betas,
         adam_epsilon=trainer.adam_epsilon,
         weight_decay=trainer.weight_decay,
@@ -138,17 +187,31 @@ def build_trainer(recipe: Recipe, model: torch.nn.Module, ranks: Ranks | None = 
         activations=trainer.activations,
         compiled=trainer.compile == "on" or (trainer.compile == "auto" and next(model.parameters()).is_cuda),
         float32_head=trainer.float32_head,
+        seed=recipe.run.seed,
     )
-    reference = copy.deepcopy(model).requires_grad_(False) if settings.loss.beta > 0 else None
-    return Trainer(model, settings, reference=reference, ranks=ranks)
+    return Trainer(model, settings, reference=_reference(recipe, model) if settings.loss.beta > 0 else None, ranks=ranks)
+
+
+def _reference(recipe: Recipe, model: torch.nn.Module) -> torch.nn.Module:
+    """The policy as it starts out: itself without its adapters, or a copy."""
+    if has_adapters(model):
+        return model
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    return frozen.cpu() if recipe.trainer.reference_device == "cpu" else frozen
 
 
 def build_engine_and_bridge(recipe: Recipe, trainer: Trainer, place: Place) -> tuple[Engine, WeightBridge]:
     """An engine with a copy of the policy, in this process or at its peers, and the bridge that keeps the copy up to date."""
     sync = recipe.weight_sync
     if recipe.engine.kind == "hf":
-        engine = build_engine(recipe, copy.deepcopy(trainer.model))
-        return engine, InProcessBridge(trainer.weights, engine, verify_every=sync.verify_every, deadline_s=sync.deadline_s)
+        engine = build_engine(recipe, copy_for_sampling(trainer.model))
+        return engine, InProcessBridge(
+            trainer.weights,
+            engine,
+            frozen=lambda: (frozen_weights(trainer.model), engine.frozen_weights()),
+            verify_every=sync.verify_every,
+            deadline_s=sync.deadline_s,
+        )
     urls, token = place.role.peers["engine"], place.role.token
     served = HttpEngine(
         urls,
@@ -168,8 +231,9 @@ def build_engine_and_bridge(recipe: Recipe, trainer: Trainer, place: Place) -> t
 
 
 def quiet_libraries() -> None:
-    """Keep the tokenizer's fork warnings and transformers' progress bars out of a run's output."""
+    """Keep the tokenizer's fork warnings, transformers' progress bars and what bitsandbytes lacks out of a run's output."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import transformers
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]

@@ -5,6 +5,7 @@ Needs no torch, so that a mistake is told at once.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -16,11 +17,11 @@ from polyturn.config.resolve import Resolved, resolve
 from polyturn.config.schema import Recipe
 from polyturn.environments.base import Environment
 from polyturn.environments.resources import Resources
-from polyturn.errors import ConfigError, ModelError
+from polyturn.errors import ConfigError, MissingDependencyError, ModelError
 from polyturn.loop.parts import component_weights, opened, recipe_environment, recipe_resources
 from polyturn.loop.tasks import held_out_tasks, load_tasks, open_stream
 from polyturn.metrics.run_folder import refuse_name
-from polyturn.models.folder import BUILTIN_POSITIONS, SMOLLM2, TINY, local_folder, max_positions
+from polyturn.models.folder import BUILTIN_POSITIONS, SMOLLM2, TINY, adapter_base, is_adapter, local_folder, max_positions
 from polyturn.models.smollm2 import check_smollm2
 from polyturn.rendering.renderer import Renderer
 from polyturn.types import Task, TaskSource
@@ -68,6 +69,7 @@ def check(recipe: Recipe, *, model: str | None = None, resources: Resources | No
     eval_tasks = held_out_tasks(resolved.recipe, environment)
     check_model(recipe, environment, model or recipe.model.path)
     check_device_name(recipe.trainer.device)
+    check_packages(recipe)
     return Checked(
         resolved=resolved,
         environment=environment,
@@ -84,6 +86,23 @@ def refuse_unsendable(recipe: Recipe, tasks: TaskSource) -> None:
         from polyturn.environments.remote import wire  # brings an HTTP library that other runs don't need
 
         wire.from_task(tasks[0])
+
+
+def check_packages(recipe: Recipe) -> None:
+    """Raise MissingDependencyError when the recipe's way to save memory needs a package that is not installed."""
+    needs = {
+        "model.lora": ("peft", "lora", recipe.model.lora is not None),
+        f"model.quantize={recipe.model.quantize}": ("bitsandbytes", "quantization", recipe.model.quantize is not None),
+        "trainer.optimizer=adamw_8bit": ("bitsandbytes", "quantization", recipe.trainer.optimizer == "adamw_8bit"),
+    }
+    for key, (package, extra, needed) in needs.items():
+        if needed and not has_package(package):
+            raise MissingDependencyError(f"{key} needs the package {package}; pip install 'polyturn[{extra}]'")
+
+
+def has_package(name: str) -> bool:
+    """Whether a package is installed, without importing it."""
+    return importlib.util.find_spec(name) is not None
 
 
 def refuse_without_states(recipe: Recipe, environment: Environment, estimator: Estimator) -> None:
@@ -112,8 +131,15 @@ def check_model(recipe: Recipe, environment: Environment, path: str) -> None:
             check_smollm2()
         return
     folder, template = local_folder(path), chat_template(recipe)
-    if folder is not None:
+    if folder is None:
+        return
+    if is_adapter(folder):
+        if not has_package("peft"):
+            raise MissingDependencyError(f"{path} holds adapters, which need the package peft; pip install 'polyturn[lora]'")
+        check_model(recipe, environment, adapter_base(folder))
+    else:
         refuse_short_context(recipe, path, max_positions(folder))
+    if (folder / "tokenizer.json").is_file() or not is_adapter(folder):
         Renderer.load(folder, chat_template=template)
 
 

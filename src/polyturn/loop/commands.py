@@ -14,6 +14,7 @@ from polyturn.loop.openings import refuse_hidden_tools
 from polyturn.loop.step import make_groups, player_for
 from polyturn.loop.tasks import open_stream
 from polyturn.loop.warmstart import Accuracy, WarmstartResult, WarmstartSettings, warmstart
+from polyturn.models.folder import is_adapter
 from polyturn.models.load import export_model
 from polyturn.processes.threads import in_thread_within
 from polyturn.rollouts.record import to_json, write_trajectories
@@ -121,8 +122,13 @@ class _Progress:
 async def warmstart_model(
     checked: Checked, settings: WarmstartSettings, out: Path, *, say: Callable[[str], None]
 ) -> WarmstartResult:
-    """Warm-start the recipe's model and write it to `out`. Raises UserError for a model that can't be loaded."""
+    """Warm-start the recipe's model and write it to `out`. Raises UserError for a model that can't be loaded, or adapters."""
     recipe, environment = checked.recipe, checked.environment
+    if recipe.model.lora is not None or is_adapter(Path(recipe.model.path).expanduser()):
+        raise ConfigError(
+            "a warm start trains all weights of a whole model, and exports one; set model.lora=null and model.quantize=null, "
+            "and name a whole model as model.path"
+        )
 
     def report(step: int, nll: float, accuracy: Accuracy | None) -> None:
         if accuracy is not None:

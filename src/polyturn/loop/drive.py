@@ -8,7 +8,7 @@ from functools import partial
 
 from polyturn.config.schema import Recipe, filled
 from polyturn.environments.resources import Resources
-from polyturn.loop.build import build_trainer, load_policy, quiet_libraries
+from polyturn.loop.build import build_trainer, policy_to_train, quiet_libraries
 from polyturn.loop.check import Checked, check
 from polyturn.loop.place import Place
 from polyturn.loop.sync import Outcome, train_recipe
@@ -39,7 +39,7 @@ def train_rank(place: Place, recipe: Recipe) -> int:
     if place.role.number == 0:
         return train_here(_at_peers(checked, place), RunFolder(place.role.folder), place)
     quiet_libraries()
-    policy = asyncio.run(load_policy(checked.recipe, checked.environment, say))
+    policy = asyncio.run(policy_to_train(checked.recipe, checked.environment, say))
     build_trainer(checked.recipe, policy.model, place.join_ranks(checked.recipe)).serve()
     return 0
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from polyturn.errors import DataError
-from polyturn.loop.build import build_trainer, load_policy
+from polyturn.loop.build import build_trainer, policy_to_train
 from polyturn.loop.check import Checked, chat_template
 from polyturn.loop.step import BatchReport, build_batches
 from polyturn.models.load import export_model
@@ -55,7 +55,7 @@ async def replay(checked: Checked, path: Path, *, model: str | None, out: Path |
             raise DataError(f"{path}:{line}: {problem}; the file was changed or cut, so record again")
     groups = group_recorded(path, recorded, checked.environment.name)
     async with checked.opened():  # builtin:tiny may have to play demonstrations first
-        policy = await load_policy(recipe, checked.environment, say, path=model)
+        policy = await policy_to_train(recipe, checked.environment, say, path=model)
     refuse_other_vocabulary(path, recorded, policy.model)
     batches, report = build_batches(recipe, groups, checked.estimator(groups))
     if not batches:

@@ -20,7 +20,7 @@ from polyturn.config.schema import filled
 from polyturn.data.stream import Stream
 from polyturn.engine.base import Engine
 from polyturn.errors import TrainingError
-from polyturn.loop.build import Policy, build_engine_and_bridge, build_trainer, load_policy
+from polyturn.loop.build import Policy, build_engine_and_bridge, build_trainer, policy_to_train
 from polyturn.loop.check import Checked, chat_template
 from polyturn.loop.evaluate import Evaluation, evaluate
 from polyturn.loop.openings import refuse_hidden_tools, refuse_long_openings
@@ -96,7 +96,7 @@ async def build_run(
     """
     place = place or unseen(folder.root)
     recipe = checked.recipe
-    policy = await load_policy(recipe, checked.environment, say)
+    policy = await policy_to_train(recipe, checked.environment, say)
     refuse_long_openings(recipe, checked.train_tasks, policy.renderer)
     stream = open_stream(recipe, checked.train_tasks)
     refuse_hidden_tools(checked.environment, checked.train_tasks, policy.renderer)

@@ -81,9 +81,10 @@ class Phase:
     steps: int
     learning_rate: float
 
-    def trainer_settings(self, schedule: Literal["constant", "linear"]) -> TrainerSettings:
-        """The supervised loss with this rate."""
+    def trainer_settings(self, schedule: Literal["constant", "linear"], dtype: torch.dtype) -> TrainerSettings:
+        """The supervised loss with this rate, for weights of this type."""
         return TrainerSettings(
+            master_weights="float32" if dtype == torch.bfloat16 else "none",
             learning_rate=self.learning_rate,
             loss=SUPERVISED,
             total_optimizer_steps=self.steps,
@@ -137,9 +138,9 @@ async def warmstart(
     held_out = await _batch(recipe, environment, renderer, _tasks(source, 0, aside or 1))
     first, last = Phase(settings.max_steps, settings.learning_rate), Phase(settings.cooldown_steps, settings.learning_rate / 3)
     accuracy, nll, done = Accuracy(0.0, 0.0), float("nan"), 0
-    limit_s = recipe.trainer.step_deadline_s
+    limit_s, dtype = recipe.trainer.step_deadline_s, next(model.parameters()).dtype
     for phase, target in ((first, settings.target_accuracy), (last, None)):
-        trainer = Trainer(model, phase.trainer_settings("constant" if phase is first else "linear"))
+        trainer = Trainer(model, phase.trainer_settings("constant" if phase is first else "linear", dtype))
         for step in range(1, phase.steps + 1):
             start = done * settings.demonstrations_per_step
             tasks = _tasks(source, start, settings.demonstrations_per_step, aside=aside)

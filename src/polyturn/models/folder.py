@@ -26,7 +26,7 @@ def local_folder(path: str) -> Path | None:
         raise ModelError(f"model.path={path} is no model that comes with Polyturn; {nearest(path, BUILTIN_POSITIONS)}")
     folder = Path(path).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
+        if not (folder / "config.json").is_file() and not is_adapter(folder):
             raise ModelError(f"model.path={path} has no config.json; give a folder that transformers' save_pretrained wrote")
         return folder
     if path.startswith((".", "/", "~")) or path.count("/") != 1 or not all(path.split("/")):
@@ -57,6 +57,34 @@ def model_folder(path: str) -> Path:
         raise ModelError(
             f"model.path={path} is neither a folder here nor in the local hub cache, and the hub did not give it: {error}"
         ) from error
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether `folder` holds adapters, which need their base model."""
+    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+
+
+def adapter_base(folder: Path) -> str:
+    """The model that the adapters in `folder` belong to, as `model.path` would name it. Raises ModelError."""
+    path = folder / "adapter_config.json"
+    try:
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} can't be read ({error}); export the adapters again") from error
+    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    if not isinstance(base, str) or not base:
+        raise ModelError(f"{path} does not say which model its adapters belong to; set base_model_name_or_path in it")
+    if base not in BUILTIN_POSITIONS:
+        found = local_folder(base)
+        if found is not None and is_adapter(found):
+            raise ModelError(f"{path} names {base}, adapters themselves; set base_model_name_or_path to a whole model")
+    return base
+
+
+def base_name(path: str) -> str:
+    """The name of a model by which adapters find it from anywhere: a folder's is absolute."""
+    folder = None if path in BUILTIN_POSITIONS else local_folder(path)
+    return path if folder is None else str(folder.resolve())
 
 
 def max_positions(folder: Path) -> int | None:

@@ -1,25 +1,66 @@
-"""Optimizer and learning-rate schedule."""
+"""The optimizer of a policy, and the learning rate of each of its steps.
+
+What the trainer sees is the same whatever a recipe asks for: gradients to sum and clip, a step, and a state to save. Where
+they are kept, and what a step changes first, differs: see `in_place`, `rounded` and `masters`.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
+from polyturn.config.memory import Placed
+from polyturn.trainer.in_place import InPlaceOptimizer
+from polyturn.trainer.masters import MasterOptimizer
+from polyturn.trainer.rounded import RoundedOptimizer
 from polyturn.trainer.settings import TrainerSettings
 
 
-def build_optimizer(model: torch.nn.Module, settings: TrainerSettings) -> torch.optim.Optimizer:
-    """AdamW or SGD over the trainable parameters; weight decay leaves vectors (norms, biases) alone."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=settings.learning_rate)
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.adam_epsilon)
+class PolicyOptimizer(Protocol):
+    """What the trainer asks of it. Nothing here waits for the device, unless the optimizer lives elsewhere."""
+
+    def gradients(self) -> list[Tensor]:
+        """The gradient of every trained parameter, added up since `zero_grad`, to be changed in place before a step."""
+
+    def step(self, learning_rate: float) -> None:
+        """Change the parameters by the gradients as they are now."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a later process needs to go on from here, beside the model's weights. Tensors are the live ones."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+
+    def held(self) -> Placed:
+        """Bytes that are held now."""
+
+
+def build_optimizer(model: torch.nn.Module, settings: TrainerSettings) -> PolicyOptimizer:
+    """The optimizer of the trainable parameters of `model`. Raises what `update_rules.build_rule` raises."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if settings.master_weights == "float32" or settings.offload_optimizer:
+        return MasterOptimizer(trained, settings)
+    return (RoundedOptimizer if settings.master_weights == "stochastic" else InPlaceOptimizer)(trained, settings)
+
+
+def clip(gradients: Sequence[Tensor], longest: float) -> Tensor:
+    """Scale `gradients` in place so that their norm, all together, is at most `longest`. Returns what it was, float32."""
+    if not gradients:
+        return torch.zeros(())
+    # Also of bfloat16 gradients the norm is a float32 number: in bfloat16 it would be off by half a percent.
+    kind = torch.promote_types(gradients[0].dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one, dtype=kind) for one in gradients]))
+    factor = (longest / (norm + 1e-6)).clamp_max(1.0)
+    for gradient in gradients:
+        gradient.mul_(factor)
+    return norm
 
 
 def learning_rate_at(optimizer_step: int, settings: TrainerSettings) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from polyturn.config.memory import MasterWeights, OptimizerName
 from polyturn.config.schema import LossOptions
 
 
@@ -15,7 +16,9 @@ class TrainerSettings:
     learning_rate: float
     loss: LossOptions
     total_optimizer_steps: int
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: OptimizerName = "adamw"
+    master_weights: MasterWeights = "none"
+    offload_optimizer: bool = False
     betas: tuple[float, float] = (0.9, 0.95)
     adam_epsilon: float = 1e-8
     weight_decay: float = 0.0
@@ -27,3 +30,5 @@ class TrainerSettings:
     activations: Literal["keep", "selective", "full"] = "keep"
     compiled: bool = False
     float32_head: bool = False
+    seed: int = 0
+    """Of whatever is random in an optimizer step; the same on all ranks."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,10 +18,12 @@ from polyturn.losses.base import LossInputs, required
 from polyturn.losses.policy import policy_loss
 from polyturn.losses.ratio import segment_log_ratio
 from polyturn.losses.sampler import sampler_weights
+from polyturn.models.adapters import pushed_weights
 from polyturn.trainer.layers import prepare_layers
-from polyturn.trainer.optimizer import build_optimizer, learning_rate_at
+from polyturn.trainer.optimizer import build_optimizer, clip, learning_rate_at
 from polyturn.trainer.ranks import Alone, Ranks
 from polyturn.trainer.record import Record
+from polyturn.trainer.reference import present, reference_of, without_gradient
 from polyturn.trainer.row import RowTensors, to_tensors
 from polyturn.trainer.scorer import Scorer, refuse_mixed_samples
 from polyturn.trainer.settings import TrainerSettings
@@ -46,8 +49,9 @@ class _Prepared:
 class Trainer:
     """Owns the policy being trained. `version` counts batches trained on: the version that a push would carry.
 
-    `reference` is the frozen policy of the KL term; without one `settings.loss.beta` must be 0. With several `ranks`, each has
-    the same model: rank 0 calls `train` and at last `end`, the others `serve`.
+    `reference` is the frozen policy of the KL term, on the model's device or in CPU memory; the model itself stands for itself
+    with its adapters off. Without one `settings.loss.beta` must be 0. With several `ranks`, each has the same model: rank 0
+    calls `train` and at last `end`, the others `serve`.
 
     Raises ModelError for an architecture that can't be trained on packed rows, TrainingError for ranks whose weights differ.
     """
@@ -66,19 +70,18 @@ class Trainer:
         self._score = Scorer(self.model, float32_head=settings.float32_head)
         refuse_mixed_samples(self._score)
         prepare_layers(self.model, activations=settings.activations, compiled=settings.compiled)
-        self._reference = reference
-        self._score_reference = None if reference is None else Scorer(reference.eval())
+        self._reference = reference_of(reference, self.model, self._score, partial(Scorer, float32_head=settings.float32_head))
         self.settings = settings
         self.version = version
         self.optimizer_step = 0
         self._device = next(model.parameters()).device
-        self._optimizer = build_optimizer(model, settings)
+        self.optimizer = build_optimizer(model, settings)
         self._ranks: Ranks = ranks or Alone()
-        self._refuse_different("weights", sum(checksum(tensor) for tensor in self.weights().values()) if ranks else 0)
+        self._refuse_different("weights", sum(checksum(tensor) for tensor in model.state_dict().values()) if ranks else 0)
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Every tensor an engine needs, by name."""
-        return self.model.state_dict()
+        """Every tensor that a push has to bring to an engine, by name: all of them, or the adapters where those are trained."""
+        return pushed_weights(self.model)
 
     def train(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
         """All optimizer steps of one training step: `num_iterations` passes over `batches`, one step each.
@@ -113,7 +116,9 @@ class Trainer:
         (shares,) = share_out([batch], 1, self.settings, on_policy=True)
         self.model.eval()
         record = Record()
-        self._forward_backward(self._prepare(shares[0], record, keep_old=False), record)
+        with present(self._reference):
+            prepared = self._prepare(shares[0], record, keep_old=False)
+        self._forward_backward(prepared, record)
         return record.metrics([record.note()])
 
     def optim_step(self) -> None:
@@ -129,7 +134,8 @@ class Trainer:
         # Dropout stays off: the policy that is trained is the one that sampled.
         self.model.eval()
         record = Record()
-        prepared = [self._prepare(share, record, keep_old=self._several(len(shares))) for share in shares]
+        with present(self._reference):
+            prepared = [self._prepare(share, record, keep_old=self._several(len(shares))) for share in shares]
         for _ in range(self.settings.num_iterations):
             for share in prepared:
                 self._forward_backward(share, record)
@@ -145,8 +151,8 @@ class Trainer:
         return _Prepared(
             rows=rows,
             token_weights=[torch.from_numpy(weights).to(self._device) for weights in share.token_weights],
-            old_logprobs=_without_gradient(self._score, rows) if keep_old else None,
-            reference_logprobs=None if self._score_reference is None else _without_gradient(self._score_reference, rows),
+            old_logprobs=without_gradient(self._score, rows) if keep_old else None,
+            reference_logprobs=None if self._reference is None else self._reference.logprobs(rows),
             whole_segments=share.whole_segments,
         )
 
@@ -158,7 +164,7 @@ class Trainer:
         if not batch.whole_segments:
             return None
         loss, rows = self.settings.loss, batch.rows
-        now = _without_gradient(self._score, rows)
+        now = without_gradient(self._score, rows)
         columns = (
             [now, now if batch.old_logprobs is None else batch.old_logprobs, [row.engine_logprobs_N for row in rows]],
             [[row.trajectory_index_N for row in rows], [row.turn_index_N for row in rows]],
@@ -208,28 +214,16 @@ class Trainer:
 
     def _optim_step(self, record: Record) -> None:
         record.learning_rate = learning_rate_at(self.optimizer_step, self.settings)
-        for group in self._optimizer.param_groups:
-            group["lr"] = record.learning_rate
-        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._sum_gradients(trainable)
-        norm = torch.nn.utils.clip_grad_norm_(trainable, self.settings.max_grad_norm)
+        gradients = self.optimizer.gradients()
+        self._ranks.sum_in_place(gradients, f"the gradients of optimizer step {self.optimizer_step}")
+        norm = clip(gradients, self.settings.max_grad_norm)
         self._refuse_non_finite("gradient norm", norm)
         if self.optimizer_step == 0:
             self._refuse_different("gradient norm of the first step", float(norm) if self._ranks.size > 1 else 0.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(record.learning_rate)
+        self.optimizer.zero_grad()
         self.optimizer_step += 1
         record.grad_norms.append(norm.detach())
-
-    def _sum_gradients(self, trainable: Sequence[torch.nn.Parameter]) -> None:
-        """Add up the ranks' gradients; a rank without rows adds zeros, so that nobody waits for it in vain."""
-        if self._ranks.size == 1:
-            return
-        for parameter in trainable:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [parameter.grad for parameter in trainable if parameter.grad is not None]
-        self._ranks.sum_in_place(gradients, f"the gradients of optimizer step {self.optimizer_step}")
 
     def _refuse_different(self, what: str, value: float) -> None:
         """Raise TrainingError unless all ranks have the same value."""
@@ -243,17 +237,11 @@ class Trainer:
 
     def _refuse_non_finite(self, what: str, value: Tensor) -> None:
         if not torch.isfinite(value):
-            self._optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
             raise NonFiniteError(
                 f"the {what} is {float(value)} in optimizer step {self.optimizer_step}, so training can't go on; the "
                 "weights are those of the step before, and this step's trajectories are in the run folder"
             )
-
-
-@torch.no_grad()
-def _without_gradient(score: Scorer, rows: Sequence[RowTensors]) -> list[Tensor]:
-    """Log-probabilities of the trained tokens, row by row."""
-    return [score(row)[0] for row in rows]
 
 
 def _cut(values_N: Tensor, rows: Sequence[RowTensors]) -> list[Tensor]:

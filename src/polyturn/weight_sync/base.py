@@ -122,3 +122,18 @@ def check_sums(source: Mapping[str, int], target: Mapping[str, int], version: in
             f"after push {version} the engine{where} differs from the trainer in {len(wrong)} of {len(target)} tensors, first "
             f"{wrong[0]}; it would sample from stale or mixed weights"
         )
+
+
+def check_frozen(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
+    """Raise WeightSyncError unless the weights that are never pushed are the same on both sides."""
+    differing = sorted(source.keys() ^ target.keys()) or [
+        name
+        for name, tensor in source.items()
+        if target[name] is not tensor
+        and (target[name].shape != tensor.shape or checksum(target[name].to(tensor.dtype)) != checksum(tensor))
+    ]
+    if differing:
+        raise WeightSyncError(
+            f"the engine's base model is not the trainer's: {len(differing)} of {len(source)} frozen tensors differ, first "
+            f"{differing[0]}; a push brings the adapters only, and they belong to one base"
+        )

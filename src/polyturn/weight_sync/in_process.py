@@ -8,11 +8,14 @@ import torch
 
 from polyturn.errors import PolyturnError, WeightSyncError
 from polyturn.processes.deadlines import deadline
-from polyturn.weight_sync.base import WeightTarget, check_coverage, check_equal
+from polyturn.weight_sync.base import WeightTarget, check_coverage, check_equal, check_frozen
 
 
 class InProcessBridge:
-    """Copies `source()` into `target`; checksums are compared at the first push and at every `verify_every`-th."""
+    """Copies `source()` into `target`; checksums are compared at the first push and at every `verify_every`-th.
+
+    `frozen` gives what no push brings, of the trainer and of the engine: it is compared before the first push.
+    """
 
     def __init__(
         self,
@@ -21,15 +24,19 @@ class InProcessBridge:
         *,
         verify_every: int,
         deadline_s: float,
+        frozen: Callable[[], tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]] | None = None,
     ) -> None:
         self._source = source
         self._target = target
         self._verify_every = verify_every
         self._deadline_s = deadline_s
+        self._frozen = frozen
         self._pushes = 0
 
     async def push(self, version: int) -> None:
         """See `WeightBridge.push`."""
+        if self._frozen is not None and self._pushes == 0:
+            check_frozen(*self._frozen())
         weights = self._source()
         check_coverage(weights, self._target.named_weights())
         try:

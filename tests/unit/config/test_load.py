@@ -314,3 +314,23 @@ def test_every_error_the_dirty_inputs_list_for_a_recipe_is_found():
         for problem in entry["problems"]:
             if problem["severity"] == "error":
                 assert any(f"{entry['file']}:{problem['line']}: " in line for line in found), (problem, found)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("model.lora.rnk=4", "unknown key, did you mean rank?"),
+        ("model.lora.rank=0", "a whole number above 0 is needed"),
+        ("model.lora.targets=q_proj", "write [q_proj]"),
+        ("model.lora=16", "a section of keys is needed: put keys below it, such as rank"),
+        ("model.quantize=2bit", "did you mean"),
+    ],
+)
+def test_mistakes_in_a_section_that_may_be_left_out(tmp_path, override, says):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: {path: builtin:tiny}\nenvironment: {id: lookup}\nrun: {steps: 1}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path, [override])
+    assert says in str(caught.value)
+    assert load_recipe(path).model.lora is None
+    assert load_recipe(path, ["model.lora={}"]).model.lora.rank == 16

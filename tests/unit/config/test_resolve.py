@@ -76,6 +76,91 @@ def test_learning_rate_follows_the_model(path, rate):
     assert "trainer.learning_rate" in resolved.reasons
 
 
+@pytest.mark.parametrize(("path", "rate"), [("builtin:tiny", 3e-4), ("some/model", 1e-5)])
+def test_adapters_learn_faster(path, rate):
+    resolved = resolve(recipe(model={"path": path, "lora": {}}), num_train_tasks=None)
+    assert resolved.recipe.trainer.learning_rate == rate
+    assert resolved.recipe.model.lora.rank == 16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "chosen", "why"), [("float32", "none", "are float32"), ("bfloat16", "float32", "rounded away")]
+)
+def test_master_weights_follow_the_type(dtype, chosen, why):
+    resolved = resolve(recipe(model={"path": "some/model", "dtype": dtype}), num_train_tasks=None)
+    assert resolved.recipe.trainer.master_weights == chosen
+    assert why in resolved.reasons["trainer.master_weights"]
+
+
+MODEL = {"path": "some/model"}
+HALF = {"path": "some/model", "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "says", "fix"),
+    [
+        (
+            {"trainer": {"master_weights": "float32"}},
+            "the weights are float32 already",
+            {"trainer": {"master_weights": "auto"}},
+        ),
+        ({"trainer": {"master_weights": "stochastic"}}, "and lose nothing", {"model": HALF}),
+        (
+            {"model": HALF, "trainer": {"master_weights": "stochastic", "offload_optimizer": True}},
+            "what is stepped in CPU memory are float32 weights",
+            {"trainer": {"master_weights": "float32"}},
+        ),
+        (
+            {"model": HALF, "trainer": {"master_weights": "none", "offload_optimizer": True}},
+            "what is stepped in CPU memory are float32 weights",
+            {"trainer": {"offload_optimizer": False}},
+        ),
+        (
+            {"trainer": {"optimizer": "adamw_8bit", "offload_optimizer": True}},
+            "the state in CPU memory is a full one",
+            {"trainer": {"optimizer": "adamw"}},
+        ),
+        (
+            {"model": MODEL | {"quantize": "4bit"}},
+            "train adapters beside them",
+            {"model": {"lora": {"rank": 16}}},
+        ),
+        (
+            {"model": MODEL | {"lora": {"dropout": 0.1}}},
+            "nothing is dropped",
+            {"model": {"lora": {"dropout": 0.0}}},
+        ),
+        (
+            {"model": MODEL | {"lora": {}}, "engine": {"kind": "hf_server"}},
+            "the engine must hold the same base weights",
+            {"engine": {"kind": "hf"}},
+        ),
+        (
+            {"model": MODEL | {"lora": {}}, "trainer": {"reference_device": "cpu"}},
+            "the reference is the policy with its adapters off",
+            {"trainer": {"reference_device": "same"}},
+        ),
+    ],
+)
+def test_switches_that_don_t_go_together(sections, says, fix):
+    (sentence,) = refusals(recipe(**sections))
+    assert says in sentence
+    assert sentence.startswith(("trainer.", "model."))
+    mended = {name: sections.get(name, {}) | values for name, values in fix.items()}
+    resolve(recipe(**(sections | mended)), num_train_tasks=None)
+
+
+def test_a_resolved_recipe_with_adapters_reads_back(tmp_path):
+    made = recipe(model={**HALF, "lora": {"targets": ["q_proj"], "rank": 4}, "quantize": "4bit"})
+    resolved = resolve(made, num_train_tasks=None)
+    write_resolved(resolved, tmp_path / "recipe.yaml")
+    read = load_recipe(tmp_path / "recipe.yaml")
+    assert read == resolved.recipe
+    assert read.model.lora.targets == ("q_proj",)
+    assert load_recipe(tmp_path / "recipe.yaml", ["model.lora.rank=8"]).model.lora.rank == 8
+    assert load_recipe(tmp_path / "recipe.yaml", ["model.lora=null", "model.quantize=null"]).model.lora is None
+
+
 def test_values_that_were_given_stay_and_have_no_reason():
     made = recipe(
         trainer={"learning_rate": 0.5},

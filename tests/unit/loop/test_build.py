@@ -10,6 +10,7 @@ from parts.models import same_bits, snapshot
 from polyturn.errors import ConfigError, ModelError
 from polyturn.loop.build import build_engine, build_trainer, choose_device, load_policy
 from polyturn.rendering.words import TINY_CHAT_TEMPLATE
+from polyturn.trainer.reference import FrozenModel
 from polyturn.types import Message
 from unit.loop.makers import make_recipe
 
@@ -96,6 +97,7 @@ async def test_the_trainers_settings(policy):
         "warmup_steps": 4,
         "min_learning_rate_ratio": 0.2,
         "max_grad_norm": 0.7,
+        "offload_optimizer": True,
     }
     settings = build_trainer(make_recipe(run={"steps": 5}, trainer=trainer), policy.model).settings
     for name, value in trainer.items():
@@ -108,8 +110,8 @@ async def test_the_trainers_settings(policy):
 async def test_a_reference_is_a_frozen_copy_and_only_made_for_a_kl_term(policy):
     assert build_trainer(make_recipe(), policy.model)._reference is None
     trainer = build_trainer(make_recipe(algorithm={"loss_options": {"beta": 0.1}}), policy.model)
-    reference = trainer._reference
-    assert reference is not None
+    assert isinstance(trainer._reference, FrozenModel)
+    reference = trainer._reference._score.model
     assert same_bits(snapshot(reference), snapshot(policy.model))
     assert not any(p.requires_grad for p in reference.parameters())
     with torch.no_grad():
@@ -123,3 +125,11 @@ async def test_the_engine_pads_as_the_model_says(policy):
     assert (engine._pad_id, engine._max_batch_size) == (policy.model.config.pad_token_id, 3)
     policy.model.config.pad_token_id = None
     assert build_engine(recipe, policy.model)._pad_id == 0
+
+
+async def test_what_keeps_small_updates_follows_from_the_type(colours_model):
+    for dtype, masters, seed in (("float32", "none", 0), ("bfloat16", "float32", 5)):
+        recipe = make_recipe(model={"path": str(colours_model), "dtype": dtype}, run={"seed": seed})
+        policy = await load_policy(recipe, Colours(), lambda _: None)
+        settings = build_trainer(recipe, policy.model).settings
+        assert (settings.master_weights, settings.seed) == (masters, seed)

@@ -10,7 +10,8 @@ import torch
 
 from parts.models import snapshot, tiny_model
 from parts.samples import make_sample, packed, trainer_settings
-from polyturn.trainer.optimizer import build_optimizer, learning_rate_at
+from polyturn.trainer.in_place import InPlaceOptimizer
+from polyturn.trainer.optimizer import build_optimizer, clip, learning_rate_at
 from polyturn.trainer.trainer import Trainer
 
 
@@ -83,7 +84,7 @@ def test_weight_decay_leaves_vectors_alone(optimizer):
             parameter.add_(0.5)  # a bias of 0 would stay 0 whatever happened
             parameter.grad = torch.zeros_like(parameter)
     before = snapshot(model)
-    build_optimizer(model, trainer_settings(optimizer=optimizer, learning_rate=0.1, weight_decay=0.5)).step()
+    build_optimizer(model, trainer_settings(optimizer=optimizer, weight_decay=0.5)).step(0.1)
     vectors = 0
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2:
@@ -94,16 +95,58 @@ def test_weight_decay_leaves_vectors_alone(optimizer):
     assert vectors > 6
 
 
-def test_only_trainable_parameters_are_given_to_the_optimizer():
-    model = tiny_model()
+@pytest.mark.parametrize("given", [{}, {"master_weights": "float32"}, {"master_weights": "stochastic"}])
+def test_only_trainable_parameters_are_changed(given):
+    model = tiny_model().bfloat16() if given else tiny_model()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("mlp" in name)
-    given = [p for group in build_optimizer(model, trainer_settings()).param_groups for p in group["params"]]
-    assert {id(p) for p in given} == {id(p) for name, p in model.named_parameters() if "mlp" in name}
+    before = snapshot(model)
+    trainer = Trainer(model, trainer_settings(learning_rate=1.0, **given))
+    trainer.train([packed([make_sample(0, [(3, 4, 1.0)], rng=np.random.default_rng(0))])])
+    changed = {name for name, tensor in snapshot(model).items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if "mlp" in name}
+    assert len(trainer.optimizer.gradients()) == len(changed)
 
 
 def test_the_optimizer_gets_its_settings():
-    optimizer = build_optimizer(tiny_model(), trainer_settings(betas=(0.7, 0.8), adam_epsilon=1e-5))
-    assert isinstance(optimizer, torch.optim.AdamW)
-    assert {(group["betas"], group["eps"]) for group in optimizer.param_groups} == {((0.7, 0.8), 1e-5)}
-    assert isinstance(build_optimizer(tiny_model(), trainer_settings(optimizer="sgd")), torch.optim.SGD)
+    """One step of AdamW from zeroed averages, by hand: the gradient's sign, but for epsilon."""
+    parameter = torch.nn.Parameter(torch.tensor([[1.0, -2.0, 3.0]]))
+    settings = trainer_settings(betas=(0.7, 0.8), adam_epsilon=0.5, weight_decay=0.1)
+    optimizer = InPlaceOptimizer([parameter], settings)
+    for gradient, wanted in (
+        # m = 0.3 g, v = 0.2 g^2; over 1 - beta they are g and g^2.
+        ([1.0, -1.0, 0.0], [1.0 - 0.01 - 0.1 / 1.5, -2.0 + 0.02 + 0.1 / 1.5, 3.0 - 0.03]),
+    ):
+        parameter.grad = torch.tensor([gradient])
+        optimizer.step(0.1)
+        torch.testing.assert_close(parameter.detach(), torch.tensor([wanted]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clipping_by_hand(dtype):
+    gradients = [torch.tensor([3.0], dtype=dtype), torch.tensor([[0.0, 4.0]], dtype=dtype)]
+    norm = clip(gradients, 1.0)
+    assert norm.dtype == torch.float32
+    assert float(norm) == pytest.approx(5.0)
+    assert gradients[0].tolist() == pytest.approx([0.6], rel=5e-3)
+    assert gradients[1].tolist()[0] == pytest.approx([0.0, 0.8], rel=5e-3)
+    assert float(clip(gradients, 1.5)) == pytest.approx(1.0, rel=5e-3)
+    assert gradients[0].tolist() == pytest.approx([0.6], rel=5e-3), "a short gradient stays as it is"
+
+
+def test_the_norm_of_bfloat16_gradients_is_not_a_bfloat16_number():
+    gradients = [torch.full((1000,), 0.1, dtype=torch.bfloat16) for _ in range(10)]
+    exact = float(torch.cat(gradients).double().norm())
+    assert float(clip(gradients, 1e9)) == pytest.approx(exact, rel=1e-6)
+    assert float(torch.tensor(exact).bfloat16()) != pytest.approx(exact, rel=1e-4)
+
+
+def test_clipping_is_torchs_own():
+    model = tiny_model()
+    for index, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
+    ours = [parameter.grad.clone() for parameter in model.parameters()]
+    wanted = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+    torch.testing.assert_close(clip(ours, 0.3), wanted)
+    for own, parameter in zip(ours, model.parameters(), strict=True):
+        torch.testing.assert_close(own, parameter.grad)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from polyturn.errors import WeightSyncError
 from polyturn.weight_sync import base
-from polyturn.weight_sync.base import check_coverage, check_equal, checksum
+from polyturn.weight_sync.base import check_coverage, check_equal, check_frozen, checksum
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 
@@ -106,3 +106,18 @@ def test_check_coverage_names_a_few_of_many():
         check_coverage({}, target)
     assert "0 of the engine's 50" in str(caught.value)
     assert str(caught.value).count("layer.") == 3
+
+
+def test_weights_that_are_never_pushed_must_be_the_same():
+    check_frozen(weights(), weights())
+    check_frozen({}, {})
+    for spoil, first in (
+        (lambda target: target["norm"].add_(1e-6), "norm"),
+        (lambda target: target.pop("norm"), "norm"),
+        (lambda target: target.update(extra=torch.zeros(2)), "extra"),
+        (lambda target: target.update(norm=torch.ones(9)), "norm"),
+    ):
+        target = weights()
+        spoil(target)
+        with pytest.raises(WeightSyncError, match=f"the engine's base model is not the trainer's: 1 of .* first {first};"):
+            check_frozen(weights(), target)
