@@ -30,6 +30,7 @@ from machine import describe_machine
 
 from polyturn.config.presets import resolve_loss
 from polyturn.config.schema import LossOptions
+from polyturn.models.adapters import add_adapters
 from polyturn.trainer.attention import use_attention
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.trainer import Trainer
@@ -70,26 +71,38 @@ class Case:
     rows: int
     activations: str = "keep"
     compiled: bool = True
+    master_weights: str = "float32"
+    optimizer: str = "adamw"
+    lora: int | None = None
+    """Rank of adapters; None trains all weights."""
 
     @property
     def name(self) -> str:
         """Such as `1.5B/1k/compiled`."""
-        words = [self.model, f"{self.row_tokens // 1024}k", *([self.activations] if self.activations != "keep" else [])]
+        words = [self.model, f"{self.row_tokens // 1024}k"]
+        words += [self.activations] if self.activations != "keep" else []
+        words += [f"lora{self.lora}"] if self.lora else []
+        words += [self.master_weights] if self.master_weights != "float32" else []
+        words += [self.optimizer] if self.optimizer != "adamw" else []
         return "/".join([*words, "compiled" if self.compiled else "eager"])
 
 
 CASES = [
-    Case(model="135M", row_tokens=1024, rows=32),
-    Case(model="135M", row_tokens=8192, rows=4),
-    Case(model="0.5B", row_tokens=1024, rows=16),
-    Case(model="0.5B", row_tokens=8192, rows=2),
-    Case(model="1.5B", row_tokens=1024, rows=16, compiled=False),
     Case(model="1.5B", row_tokens=1024, rows=16),
     Case(model="1.5B", row_tokens=8192, rows=2),
-    Case(model="1.5B", row_tokens=8192, rows=2, activations="selective"),
+    Case(model="135M", row_tokens=1024, rows=32),
+    Case(model="0.5B", row_tokens=1024, rows=16),
+    Case(model="1.5B", row_tokens=1024, rows=16, compiled=False),
+    Case(model="1.5B", row_tokens=1024, rows=16, master_weights="none"),
     Case(model="1.5B", row_tokens=8192, rows=2, activations="full"),
+    Case(model="1.5B", row_tokens=8192, rows=2, activations="selective"),
+    Case(model="7B", row_tokens=1024, rows=8, lora=16),
+    Case(model="135M", row_tokens=8192, rows=4),
+    Case(model="0.5B", row_tokens=8192, rows=2),
+    Case(model="1.5B", row_tokens=1024, rows=16, master_weights="stochastic"),
+    Case(model="1.5B", row_tokens=1024, rows=16, master_weights="none", optimizer="adamw_8bit"),
 ]
-TRIAL = Case(model="tiny", row_tokens=1024, rows=2, activations="selective", compiled=False)
+TRIAL = Case(model="tiny", row_tokens=1024, rows=2, activations="selective", compiled=False, lora=4)
 
 
 def make_model(name: str, device: torch.device) -> torch.nn.Module:
@@ -149,13 +162,19 @@ def model_flops(model: torch.nn.Module, case: Case) -> float:
     head = shape.vocabulary * shape.hidden
     embedding = 0 if shape.tied else head
     weights = sum(parameter.numel() for parameter in model.parameters()) - head - embedding
+    passes = 6.0 if all(parameter.requires_grad for parameter in model.parameters()) else 4.0
     attention = 12 * shape.layers * shape.hidden * tokens * case.row_tokens / 2
-    return 6.0 * weights * tokens + 6.0 * head * tokens / 2 + attention
+    return passes * weights * tokens + passes * head * tokens / 2 + attention
 
 
 def measure(case: Case, device: torch.device, peak_tflops: float, *, warmup: int, steps: int) -> dict[str, Any]:
     """Train some steps and say how long they took and what they held."""
+    torch._dynamo.reset()  # what was compiled for one length of rows would be compiled again for any length
     model = make_model(case.model, device)
+    frozen = 0
+    if case.lora is not None:
+        add_adapters(model, rank=case.lora, alpha=32.0, targets=None, base=case.model, seed=0)
+        frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
     use_attention(model, "auto")
     loss = resolve_loss("dapo", LossOptions(), fixed_length=case.row_tokens, default_correction="none")
     settings = TrainerSettings(
@@ -164,6 +183,8 @@ def measure(case: Case, device: torch.device, peak_tflops: float, *, warmup: int
         total_optimizer_steps=100,
         activations=case.activations,  # type: ignore[arg-type]
         compiled=case.compiled,
+        master_weights=case.master_weights,  # type: ignore[arg-type]
+        optimizer=case.optimizer,  # type: ignore[arg-type]
     )
     trainer = Trainer(model, settings)
     vocabulary, seconds = SHAPES[case.model].vocabulary, []
@@ -181,6 +202,7 @@ def measure(case: Case, device: torch.device, peak_tflops: float, *, warmup: int
     return {
         "case": case.name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "frozen": frozen,
         "tokens_per_step": tokens,
         "seconds_per_step": [round(value, 4) for value in seconds],
         "tokens_per_s": round(tokens / middle),

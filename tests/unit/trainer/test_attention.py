@@ -1,0 +1,86 @@
+"""Attention over packed rows, with a slow kernel in place of the GPU's: what transformers hands over, and what comes back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parts.models import ARCHITECTURES, tiny_model
+from parts.samples import packed, random_samples
+from polyturn.errors import ConfigError
+from polyturn.trainer import attention
+from polyturn.trainer.attention import VARLEN, use_attention, use_plain_attention
+from polyturn.trainer.row import to_tensors
+from polyturn.trainer.scorer import Scorer, refuse_mixed_samples
+
+CPU = torch.device("cpu")
+
+
+def slow_varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    """What the kernel computes, by its documentation, `[T, heads, size]`."""
+    assert window_size[1] == 0, "causal"
+    assert torch.equal(cu_q, cu_k)
+    assert cu_q.dtype == torch.int32
+    assert int((cu_q[1:] - cu_q[:-1]).max()) == max_q == max_k
+    if query.shape[1] != key.shape[1]:
+        assert enable_gqa
+        key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value))
+    out = torch.empty_like(query)
+    for start, end in zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), strict=True):
+        q, k, v = (states[start:end].transpose(0, 1) for states in (query, key, value))
+        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        hidden = (distance < 0) | ((distance > window_size[0]) if window_size[0] >= 0 else False)
+        scores = (q @ k.transpose(1, 2) * (scale or q.shape[-1] ** -0.5)).masked_fill(hidden, float("-inf"))
+        out[start:end] = (scores.softmax(-1) @ v).transpose(0, 1)
+    return out
+
+
+@pytest.fixture(params=[True, False], ids=["groups heads", "repeats heads"])
+def on_cpu(monkeypatch, request):
+    """As if the CPU had the kernel: of a torch that groups key heads itself, and of one that does not."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", slow_varlen)
+    monkeypatch.setattr(attention, "_GROUPS_HEADS", request.param)
+
+
+def attend(model: torch.nn.Module) -> torch.nn.Module:
+    attention._register()
+    model.set_attn_implementation(VARLEN)
+    return model
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "gemma2"])
+def test_it_scores_as_sdpa_with_a_mask(architecture):
+    plain, ours = tiny_model(architecture), attend(tiny_model(architecture))
+    refuse_mixed_samples(Scorer(ours))
+    for row in packed(random_samples(count=8), row_tokens=200).rows:
+        tensors = to_tensors(row, CPU)
+        assert len(row.cu_seqlens) > 3
+        torch.testing.assert_close(Scorer(ours)(tensors)[0], Scorer(plain)(tensors)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_batch_without_lengths_is_one_sample():
+    plain, ours = tiny_model(), attend(tiny_model())
+    ids = torch.arange(9)[None]
+    torch.testing.assert_close(ours(input_ids=ids, use_cache=False).logits, plain(input_ids=ids, use_cache=False).logits)
+
+
+def test_auto_leaves_a_cpu_alone():
+    model = tiny_model()
+    use_attention(model, "auto")
+    assert model.config._attn_implementation == "sdpa"
+    with pytest.raises(ConfigError, match=r"model\.attention=varlen needs a GPU"):
+        use_attention(model, "varlen")
+
+
+def test_what_generates_attends_plainly():
+    model = attend(tiny_model())
+    use_plain_attention(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, do_sample=False).shape == (1, 5)
+
+
+def test_a_model_that_squashes_its_scores_is_left_to_transformers():
+    assert attention._squashes(tiny_model("gemma2").config)
+    assert not attention._squashes(tiny_model("llama").config)
