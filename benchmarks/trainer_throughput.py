@@ -2,10 +2,10 @@
 
 python benchmarks/trainer_throughput.py --out benchmarks/results/trainer_throughput.json [NAME ...]
 
-The models are of the published shapes, with random weights in bfloat16; rows are full, one sample each, and every second token
-is trained. A step is everything `Trainer.train` does: packing aside, from rows in CPU memory to updated weights and metrics.
+The models are of the published shapes, with random weights in bfloat16; samples fill the rows they are packed into, and every
+second token is trained. A step is everything `Trainer.train` does: packing aside, from rows in CPU memory to updated weights and metrics.
 
-    model FLOPs = 6 x weights that multiply x tokens + 12 x layers x hidden x tokens x (row length / 2)      (causal)
+    model FLOPs = 6 x weights that multiply x tokens + 12 x layers x hidden x tokens x (sample length / 2)   (causal)
     utilisation = model FLOPs / seconds / the device's dense bfloat16 peak (--peak-tflops, from its data sheet)
 
 Frozen weights (LoRA) cost 4 in place of 6; what is computed again counts as nothing. Memory is the allocator's peak over the
@@ -67,8 +67,9 @@ class Case:
     """One line of the table."""
 
     model: str
-    row_tokens: int
-    rows: int
+    sample_tokens: int
+    samples: int
+    row_tokens: int = 16384
     activations: str = "keep"
     compiled: bool = True
     master_weights: str = "float32"
@@ -79,7 +80,8 @@ class Case:
     @property
     def name(self) -> str:
         """Such as `1.5B/1k/compiled`."""
-        words = [self.model, f"{self.row_tokens // 1024}k"]
+        words = [self.model, f"{self.samples}x{self.sample_tokens // 1024}k"]
+        words += [f"rows{self.row_tokens // 1024}k"] if self.row_tokens != 16384 else []
         words += [self.activations] if self.activations != "keep" else []
         words += [f"lora{self.lora}"] if self.lora else []
         words += [self.master_weights] if self.master_weights != "float32" else []
@@ -88,21 +90,23 @@ class Case:
 
 
 CASES = [
-    Case(model="1.5B", row_tokens=1024, rows=16),
-    Case(model="1.5B", row_tokens=8192, rows=2),
-    Case(model="135M", row_tokens=1024, rows=32),
-    Case(model="0.5B", row_tokens=1024, rows=16),
-    Case(model="1.5B", row_tokens=1024, rows=16, compiled=False),
-    Case(model="1.5B", row_tokens=1024, rows=16, master_weights="none"),
-    Case(model="1.5B", row_tokens=8192, rows=2, activations="full"),
-    Case(model="1.5B", row_tokens=8192, rows=2, activations="selective"),
-    Case(model="7B", row_tokens=1024, rows=8, lora=16),
-    Case(model="135M", row_tokens=8192, rows=4),
-    Case(model="0.5B", row_tokens=8192, rows=2),
-    Case(model="1.5B", row_tokens=1024, rows=16, master_weights="stochastic"),
-    Case(model="1.5B", row_tokens=1024, rows=16, master_weights="none", optimizer="adamw_8bit"),
+    Case(model="1.5B", sample_tokens=1024, samples=64),
+    Case(model="1.5B", sample_tokens=8192, samples=8),
+    Case(model="135M", sample_tokens=1024, samples=64),
+    Case(model="0.5B", sample_tokens=1024, samples=64),
+    Case(model="1.5B", sample_tokens=1024, samples=16, compiled=False),
+    Case(model="1.5B", sample_tokens=1024, samples=16),
+    Case(model="7B", sample_tokens=1024, samples=16, lora=16),
+    Case(model="1.5B", sample_tokens=1024, samples=64, master_weights="none"),
+    Case(model="1.5B", sample_tokens=8192, samples=8, activations="selective"),
+    Case(model="1.5B", sample_tokens=8192, samples=8, activations="full"),
+    Case(model="135M", sample_tokens=8192, samples=8),
+    Case(model="0.5B", sample_tokens=8192, samples=8),
+    Case(model="1.5B", sample_tokens=1024, samples=64, row_tokens=1024),
+    Case(model="1.5B", sample_tokens=1024, samples=64, master_weights="stochastic"),
+    Case(model="1.5B", sample_tokens=1024, samples=64, master_weights="none", optimizer="adamw_8bit"),
 ]
-TRIAL = Case(model="tiny", row_tokens=1024, rows=2, activations="selective", compiled=False, lora=4)
+TRIAL = Case(model="tiny", sample_tokens=1024, samples=2, row_tokens=2048, activations="selective", compiled=False, lora=4)
 
 
 def make_model(name: str, device: torch.device) -> torch.nn.Module:
@@ -134,11 +138,11 @@ def make_model(name: str, device: torch.device) -> torch.nn.Module:
 
 
 def make_batch(case: Case, vocabulary: int, seed: int) -> TrainBatch:
-    """Full rows of random tokens. A row holds one sample, so packed rows and trajectories are the same."""
+    """Samples of random tokens that fill the rows."""
     rng = np.random.default_rng(seed)
-    length = case.row_tokens
+    length = case.sample_tokens
     samples = []
-    for index in range(case.rows):
+    for index in range(case.samples):
         mask = np.arange(length) % 2 == 1
         samples.append(
             TrainSample(
@@ -153,17 +157,17 @@ def make_batch(case: Case, vocabulary: int, seed: int) -> TrainBatch:
                 policy_version=np.where(mask, 0, -1),
             )
         )
-    return pack(samples, row_tokens=length, planned_trajectories=case.rows)
+    return pack(samples, row_tokens=case.row_tokens, planned_trajectories=case.samples)
 
 
 def model_flops(model: torch.nn.Module, case: Case) -> float:
     """Of one step; the head multiplies for trained tokens only, which are half of them."""
-    shape, tokens = SHAPES[case.model], case.rows * case.row_tokens
+    shape, tokens = SHAPES[case.model], case.samples * case.sample_tokens
     head = shape.vocabulary * shape.hidden
     embedding = 0 if shape.tied else head
     weights = sum(parameter.numel() for parameter in model.parameters()) - head - embedding
     passes = 6.0 if all(parameter.requires_grad for parameter in model.parameters()) else 4.0
-    attention = 12 * shape.layers * shape.hidden * tokens * case.row_tokens / 2
+    attention = 12 * shape.layers * shape.hidden * tokens * case.sample_tokens / 2
     return passes * weights * tokens + passes * head * tokens / 2 + attention
 
 
@@ -176,7 +180,7 @@ def measure(case: Case, device: torch.device, peak_tflops: float, *, warmup: int
         add_adapters(model, rank=case.lora, alpha=32.0, targets=None, base=case.model, seed=0)
         frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
     use_attention(model, "auto")
-    loss = resolve_loss("dapo", LossOptions(), fixed_length=case.row_tokens, default_correction="none")
+    loss = resolve_loss("dapo", LossOptions(), fixed_length=case.sample_tokens, default_correction="none")
     settings = TrainerSettings(
         learning_rate=1e-6,
         loss=loss,
@@ -198,7 +202,7 @@ def measure(case: Case, device: torch.device, peak_tflops: float, *, warmup: int
         synchronize(device)
         seconds.append(time.perf_counter() - began)
         assert np.isfinite(metrics["loss"])
-    middle, tokens = statistics.median(seconds[warmup:]), case.rows * case.row_tokens
+    middle, tokens = statistics.median(seconds[warmup:]), case.samples * case.sample_tokens
     return {
         "case": case.name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

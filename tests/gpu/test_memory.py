@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from parts.gpu import no_waits
 from parts.models import largest_gap, snapshot, tiny_model
 from parts.samples import loss_options, packed, random_samples, trainer_settings
 from polyturn.config.memory import Held, Placed, trained_tensor
@@ -94,12 +95,9 @@ def test_a_step_does_not_wait_for_the_gpu(cuda, mode, optimizer):
     _, trainer = trained(cuda, dtype=torch.bfloat16, optimizer=optimizer, **MODES[mode])
     trainer.forward_backward(packed(random_samples()))
     trainer.optimizer.gradients()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         trainer.optimizer.step(1e-3)
         trainer.optimizer.zero_grad()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_gpu_rounds_at_random_as_the_cpu_does(cuda):

@@ -9,6 +9,7 @@ Shapes: N trained tokens, C tokens of a chunk, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,9 +64,11 @@ class _Head(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprobs_N = torch.empty(len(hidden_NH), dtype=_sums_in(weight_VH), device=hidden_NH.device)
         entropy_N, normaliser_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        summarise = _fused(_summary, hidden_NH.device)
         for part in _chunks(len(hidden_NH), chunk):
-            scaled_CV, _ = _logits(hidden_NH[part], weight_VH, bias_V, temperature_N[part], shape)
-            logprobs_N[part], entropy_N[part], normaliser_N[part] = _summary(scaled_CV, targets_N[part])
+            product_CV = _product(hidden_NH[part].to(weight_VH.dtype), weight_VH)
+            numbers = summarise(product_CV, bias_V, temperature_N[part], targets_N[part], shape.scale, shape.softcap)
+            logprobs_N[part], entropy_N[part], normaliser_N[part] = numbers
         context.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, temperature_N, normaliser_N)
         context.shape, context.chunk = shape, chunk
         context.mark_non_differentiable(entropy_N)
@@ -75,22 +78,24 @@ class _Head(torch.autograd.Function):
     def backward(context: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, targets_N, temperature_N, normaliser_N = context.saved_tensors
         needs_hidden, needs_weight, needs_bias = context.needs_input_grad[:3]
+        shape: HeadShape = context.shape
         grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
         # Many chunks add up here: in the weight's own bfloat16 most of a small addend would be lost.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=_sums_in(weight_VH)) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=_sums_in(weight_VH)) if bias_V is not None and needs_bias else None
+        differentiate = _fused(_grad_product, hidden_NH.device)
         for part in _chunks(len(hidden_NH), context.chunk):
-            scaled_CV, slope_CV = _logits(hidden_NH[part], weight_VH, bias_V, temperature_N[part], context.shape)
-            inner_CV = _grad_logits(
-                scaled_CV, slope_CV, targets_N[part], normaliser_N[part], grad_N[part], temperature_N[part], context.shape
-            )
+            states_CH = hidden_NH[part].to(weight_VH.dtype)
+            numbers = (bias_V, temperature_N[part], targets_N[part], normaliser_N[part], grad_N[part])
+            kept = _sums_in(weight_VH) if grad_bias_V is not None else weight_VH.dtype
+            grad_CV = differentiate(_product(states_CH, weight_VH), *numbers, shape.scale, shape.softcap, kept)
             if grad_bias_V is not None:
-                grad_bias_V += inner_CV.sum(0)
-            inner_CV = inner_CV.to(weight_VH.dtype)
+                grad_bias_V += grad_CV.sum(0)
+                grad_CV = grad_CV.to(weight_VH.dtype)
             if grad_hidden_NH is not None:
-                grad_hidden_NH[part] = inner_CV @ weight_VH
+                grad_hidden_NH[part] = grad_CV @ weight_VH
             if grad_weight_VH is not None:
-                _add_product(grad_weight_VH, inner_CV, hidden_NH[part].to(weight_VH.dtype))
+                _add_product(grad_weight_VH, grad_CV, states_CH)
         return (
             grad_hidden_NH,
             None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
@@ -99,25 +104,29 @@ class _Head(torch.autograd.Function):
         )
 
 
-def _logits(
-    hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature_C: Tensor, shape: HeadShape
+def _scaled(
+    product_CV: Tensor, bias_V: Tensor | None, temperature_C: Tensor, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits over temperature in float32, and the slope of the soft cap where there is one."""
-    logits_CV = _product(hidden_CH.to(weight_VH.dtype), weight_VH)
-    if bias_V is not None:
-        logits_CV += bias_V
-    if shape.scale != 1.0:
-        logits_CV *= shape.scale
-    slope_CV: Tensor | None = None
-    if shape.softcap is not None:
-        squashed_CV = torch.tanh(logits_CV / shape.softcap)
-        slope_CV = 1 - squashed_CV * squashed_CV
-        logits_CV = squashed_CV * shape.softcap
-    return logits_CV.div_(temperature_C[:, None]), slope_CV
+    """Logits over temperature, and the slope of the soft cap where there is one."""
+    logits_CV = product_CV if bias_V is None else product_CV + bias_V
+    if scale != 1.0:
+        logits_CV = logits_CV * scale
+    if softcap is None:
+        return logits_CV / temperature_C[:, None], None
+    squashed_CV = torch.tanh(logits_CV / softcap)
+    return squashed_CV * softcap / temperature_C[:, None], 1 - squashed_CV * squashed_CV
 
 
-def _summary(scaled_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of the targets, entropy, and log of the normaliser, `[C]` each."""
+def _summary(
+    product_CV: Tensor,
+    bias_V: Tensor | None,
+    temperature_C: Tensor,
+    targets_C: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of the targets, entropy, and log of the normaliser, `[C]` each, given hidden states x head."""
+    scaled_CV, _ = _scaled(product_CV, bias_V, temperature_C, scale, softcap)
     normaliser_C = torch.logsumexp(scaled_CV, dim=-1)
     logprobs_C = scaled_CV.gather(-1, targets_C[:, None])[:, 0] - normaliser_C
     probs_CV = torch.exp(scaled_CV - normaliser_C[:, None])
@@ -126,20 +135,35 @@ def _summary(scaled_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tens
     return logprobs_C, normaliser_C - expected_C, normaliser_C
 
 
-def _grad_logits(
-    scaled_CV: Tensor,
-    slope_CV: Tensor | None,
+def _grad_product(
+    product_CV: Tensor,
+    bias_V: Tensor | None,
+    temperature_C: Tensor,
     targets_C: Tensor,
     normaliser_C: Tensor,
     grad_C: Tensor,
-    temperature_C: Tensor,
-    shape: HeadShape,
+    scale: float,
+    softcap: float | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient with respect to the product of hidden state and head, `[C, V]`: grad x (1[target] - p) x what follows."""
-    factor_C = grad_C * (shape.scale / temperature_C)
-    inner_CV = torch.exp(scaled_CV - normaliser_C[:, None]).mul_(-factor_C[:, None])
-    inner_CV.scatter_add_(-1, targets_C[:, None], factor_C[:, None])
-    return inner_CV if slope_CV is None else inner_CV.mul_(slope_CV)
+    """The gradient with respect to hidden states x head (and bias), `[C, V]`: grad x (1[target] - p) x what follows."""
+    scaled_CV, slope_CV = _scaled(product_CV, bias_V, temperature_C, scale, softcap)
+    factor_C = grad_C * (scale / temperature_C)
+    is_target_CV = torch.arange(product_CV.shape[-1], device=product_CV.device) == targets_C[:, None]
+    grad_CV = (is_target_CV.to(scaled_CV.dtype) - torch.exp(scaled_CV - normaliser_C[:, None])) * factor_C[:, None]
+    return (grad_CV if slope_CV is None else grad_CV * slope_CV).to(dtype)
+
+
+_COMPILED: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def _fused(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """`function`, as one pass over the logits on a GPU instead of one for each of its lines."""
+    if device.type != "cuda":
+        return function
+    if function not in _COMPILED:
+        _COMPILED[function] = torch.compile(function, dynamic=True)
+    return _COMPILED[function]
 
 
 def _product(hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:
