@@ -40,7 +40,10 @@ def cut(content: bytes) -> bytes:
     return content[: len(content) // 2]
 
 
-@pytest.mark.parametrize("broken", [cut(gzip.compress((LINES + b"\n") * 500)), LINES, b"\x1f\x8b" + b"x" * 40])
+# Named, since the bytes of a packed file hold the time it was made, and test processes must collect the same names.
+@pytest.mark.parametrize(
+    "broken", [cut(gzip.compress((LINES + b"\n") * 500)), LINES, b"\x1f\x8b" + b"x" * 40], ids=["cut", "plain", "nonsense"]
+)
 def test_a_broken_packed_file_is_a_sentence(tmp_path, broken):
     packed = tmp_path / "rows.jsonl.gz"
     packed.write_bytes(broken)
