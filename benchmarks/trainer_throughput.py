@@ -3,7 +3,8 @@
 python benchmarks/trainer_throughput.py --out benchmarks/results/trainer_throughput.json [NAME ...]
 
 The models are of the published shapes, with random weights in bfloat16; samples fill the rows they are packed into, and every
-second token is trained. A step is everything `Trainer.train` does: packing aside, from rows in CPU memory to updated weights and metrics.
+second token is trained. A step is everything `Trainer.train` does, from rows in CPU memory to updated weights and metrics;
+packing is not in it.
 
     model FLOPs = 6 x weights that multiply x tokens + 12 x layers x hidden x tokens x (sample length / 2)   (causal)
     utilisation = model FLOPs / seconds / the device's dense bfloat16 peak (--peak-tflops, from its data sheet)

@@ -10,6 +10,7 @@
     │   └── MissingDependencyError             an optional package; the message has the install line
     ├── ResourceError                 exit 3   something the run needs was lost
     │   ├── DeadlineError                      a wait passed its deadline
+    │   ├── DeviceMemoryError                  a GPU ran out of memory; the message has what to change
     │   ├── EngineError                        the engine died or refused
     │   ├── RankError                          a rank of the trainer ended, or the others waited too long for it
     │   ├── SandboxError                       the sandbox itself broke; a limit its program hit is a result instead
@@ -74,6 +75,10 @@ class ResourceError(PolyturnError):
 
 class DeadlineError(ResourceError):
     """A wait passed its deadline."""
+
+
+class DeviceMemoryError(ResourceError):
+    """A GPU has too little memory for a training step."""
 
 
 class EngineError(ResourceError):

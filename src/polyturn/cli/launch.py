@@ -42,12 +42,13 @@ def _supervise(recipe: Recipe) -> int:
     """Check, make the run folder, start everything. Runs in the keeper's child."""
     from polyturn.cli.train import arithmetic
     from polyturn.config.resolve import write_resolved
-    from polyturn.launch.gpus import place, visible_gpus
+    from polyturn.launch.gpus import place
     from polyturn.launch.local import patience_of, run_roles
     from polyturn.launch.roles import described, role_specs
     from polyturn.loop.check import check
     from polyturn.metrics.logs import set_up_logging
     from polyturn.metrics.run_folder import RunFolder
+    from polyturn.processes.gpus import visible_gpus
 
     set_up_logging(recipe.run.log_level)
     checked = check(recipe)
@@ -67,9 +68,9 @@ def _supervise(recipe: Recipe) -> int:
 def dry_run(recipe: Recipe) -> int:
     """Check, say which processes there would be, write the resolved recipe."""
     from polyturn.cli.train import arithmetic, write_dry_run
-    from polyturn.launch.gpus import visible_gpus
     from polyturn.launch.roles import described, role_specs
     from polyturn.loop.check import check
+    from polyturn.processes.gpus import visible_gpus
 
     checked = check(recipe)
     specs = role_specs(checked.recipe, visible_gpus(), Path("recipe.yaml"))

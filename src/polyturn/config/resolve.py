@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ _TINY_LEARNING_RATE = 3e-4
 _FULL_LEARNING_RATE = 1e-6
 _LORA_LEARNING_RATE = 1e-5
 _ROW_TOKENS = 1024
+_GPU_ROW_TOKENS = 8192
 _WARMUP_STEPS = 10
 
 
@@ -37,14 +39,17 @@ class Resolved:
     reasons: Mapping[str, str]
 
 
-def resolve(recipe: Recipe, *, num_train_tasks: int | None) -> Resolved:
+def resolve(recipe: Recipe, *, num_train_tasks: int | None, on_gpu: bool = False) -> Resolved:
     """Fill `recipe`. `num_train_tasks` is None for a source without end. Resolving a resolved recipe changes nothing.
+
+    `on_gpu` says that the trainer will compute on one.
 
     Raises ConfigError with a sentence for everything that can't be trained, one a line: value, rule, fix.
     """
     reasons: dict[str, str] = {}
     problems: list[str] = list(_refusals(recipe))
-    for derive in (_length, _tasks, _learning_rate, _master_weights, _row_tokens, _warmup, _weight_sync, _loss):
+    row_tokens = partial(_row_tokens, usual=_GPU_ROW_TOKENS if on_gpu else _ROW_TOKENS)
+    for derive in (_length, _tasks, _learning_rate, _master_weights, row_tokens, _warmup, _weight_sync, _loss):
         try:
             recipe = derive(recipe, num_train_tasks, reasons)
         except ConfigError as error:
@@ -216,13 +221,16 @@ def _master_weights(recipe: Recipe, num_train_tasks: int | None, reasons: dict[s
     return recipe
 
 
-def _row_tokens(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
-    """A row must hold the longest trajectory: the default grows with it, a value that was given is refused."""
+def _row_tokens(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str], *, usual: int) -> Recipe:
+    """A row must hold the longest trajectory: the default grows with it, a value that was given is refused.
+
+    A GPU computes a short row faster than its kernels can be launched, so there a row holds more samples.
+    """
     longest, given = recipe.rollout.max_trajectory_tokens, recipe.trainer.row_tokens
     if given is None:
-        fits = max(_ROW_TOKENS, longest)
+        fits = max(usual, longest)
         reasons["trainer.row_tokens"] = (
-            f"the usual {_ROW_TOKENS}, and at least a whole trajectory, of rollout.max_trajectory_tokens={longest}"
+            f"the usual {usual}, and at least a whole trajectory, of rollout.max_trajectory_tokens={longest}"
         )
         return _with(recipe, "trainer", row_tokens=fits)
     if given < longest:

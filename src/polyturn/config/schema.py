@@ -327,7 +327,7 @@ class TrainerSection(Section):
     optimizer_steps_per_batch: int = Field(default=1, gt=0)
     """Optimizer steps a pass is cut into, by whole groups."""
     row_tokens: int | None = Field(default=None, gt=0)
-    """Token budget of a packed row, which is one micro-batch; 1024, or a whole trajectory when that is longer."""
+    """Token budget of a packed row, which is one micro-batch; 1024 on a CPU, 8192 on a GPU, or a whole trajectory if longer."""
     num_ranks: int = Field(default=1, gt=0)
     """Processes that train one policy together, each on its share of the rows."""
     devices: tuple[int, ...] | None = Field(default=None, strict=False)

@@ -1,21 +1,12 @@
-"""Which GPUs there are, and which role gets which."""
+"""Which role gets which GPU."""
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from polyturn.config.schema import Recipe
 from polyturn.errors import ConfigError
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-_SMI_S = 20.0
-_DEVICE = re.compile(r"\d+|(GPU|MIG)-\S+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,18 +15,6 @@ class Placement:
 
     trainer: tuple[str, ...] = ()
     engines: tuple[str, ...] = ()
-
-
-def visible_gpus(environ: Mapping[str, str] = os.environ, *, root: Path = Path("/"), smi: str = "nvidia-smi") -> list[str]:
-    """The GPUs that this process may use, named as in `CUDA_VISIBLE_DEVICES`, without asking torch."""
-    if VISIBLE in environ:
-        found: list[str] = []
-        for name in environ[VISIBLE].split(","):
-            if not _DEVICE.fullmatch(name.strip()):  # CUDA itself stops at the first name that is none, such as -1
-                break
-            found.append(name.strip())
-        return found
-    return [str(number) for number in range(_installed(root, smi))]
 
 
 def place(recipe: Recipe, gpus: Sequence[str]) -> Placement:
@@ -98,15 +77,3 @@ def _refuse_wrong_numbers(section: str, devices: Sequence[int] | None, count: in
     wrong = [number for number in devices if not 0 <= number < len(gpus)]
     if wrong:
         raise ConfigError(f"{shown}: there is no GPU {wrong[0]}; {len(gpus)} are visible, counted from 0")
-
-
-def _installed(root: Path, smi: str) -> int:
-    """How many GPUs the driver has: by its own tool, else by what it shows in /proc or /dev."""
-    try:
-        listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=_SMI_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        in_proc = root / "proc/driver/nvidia/gpus"
-        if in_proc.is_dir():
-            return len(list(in_proc.iterdir()))
-        return len([path for path in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
-    return len(re.findall(r"^GPU \d+:", listed, flags=re.MULTILINE))

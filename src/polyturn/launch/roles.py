@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from polyturn.config.schema import Recipe
-from polyturn.launch.gpus import VISIBLE, Placement, place
+from polyturn.launch.gpus import Placement, place
 from polyturn.launch.specs import RoleSpec
+from polyturn.processes.gpus import VISIBLE
 from polyturn.processes.role import AGENT
 
 TRAINER_START_S = 600.0

@@ -23,6 +23,7 @@ from polyturn.loop.tasks import held_out_tasks, load_tasks, open_stream
 from polyturn.metrics.run_folder import refuse_name
 from polyturn.models.folder import BUILTIN_POSITIONS, SMOLLM2, TINY, adapter_base, is_adapter, local_folder, max_positions
 from polyturn.models.smollm2 import check_smollm2
+from polyturn.processes.gpus import visible_gpus
 from polyturn.rendering.renderer import Renderer
 from polyturn.types import Task, TaskSource
 
@@ -61,7 +62,7 @@ def check(recipe: Recipe, *, model: str | None = None, resources: Resources | No
     environment = recipe_environment(recipe, resources)
     component_weights(recipe)
     train_tasks = load_tasks(recipe, environment, "train")
-    resolved = resolve(recipe, num_train_tasks=train_tasks.size)
+    resolved = resolve(recipe, num_train_tasks=train_tasks.size, on_gpu=computes_on_gpu(recipe))
     open_stream(recipe, train_tasks)
     refuse_unsendable(recipe, train_tasks)
     estimator = build_estimator(recipe.algorithm.advantage, recipe.algorithm.advantage_options)
@@ -78,6 +79,11 @@ def check(recipe: Recipe, *, model: str | None = None, resources: Resources | No
         eval_tasks=eval_tasks,
         estimator=estimator,
     )
+
+
+def computes_on_gpu(recipe: Recipe) -> bool:
+    """Whether the trainer will find a GPU to compute on, as far as can be said without torch."""
+    return recipe.trainer.device != "cpu" and bool(visible_gpus())
 
 
 def refuse_unsendable(recipe: Recipe, tasks: TaskSource) -> None:

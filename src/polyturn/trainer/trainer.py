@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from polyturn.errors import NonFiniteError, RankError, TrainingError
+from polyturn.errors import DeviceMemoryError, NonFiniteError, RankError, TrainingError
 from polyturn.losses.base import LossInputs, required
 from polyturn.losses.policy import policy_loss
 from polyturn.losses.ratio import segment_log_ratio
@@ -131,6 +131,13 @@ class Trainer:
         return self.settings.num_iterations * num_batches > 1
 
     def _train(self, shares: Sequence[Share]) -> dict[str, float]:
+        try:
+            return self._train_shares(shares)
+        except torch.OutOfMemoryError as error:
+            longest = max((len(row.input_ids) for share in shares for row in share.rows), default=0)
+            raise DeviceMemoryError(_out_of_memory(error, self.settings, longest)) from error
+
+    def _train_shares(self, shares: Sequence[Share]) -> dict[str, float]:
         # Dropout stays off: the policy that is trained is the one that sampled.
         self.model.eval()
         record = Record()
@@ -242,6 +249,21 @@ class Trainer:
                 f"the {what} is {float(value)} in optimizer step {self.optimizer_step}, so training can't go on; the "
                 "weights are those of the step before, and this step's trajectories are in the run folder"
             )
+
+
+def _out_of_memory(error: BaseException, settings: TrainerSettings, longest: int) -> str:
+    """What ran out, and what to change, the cheapest first."""
+    changes = [f"trainer.row_tokens below {longest} (never below the longest trajectory)"]
+    if settings.activations != "full":
+        changes.append("trainer.activations=full")
+    if not settings.offload_optimizer:
+        changes.append("trainer.offload_optimizer=true")
+    changes.append("model.lora")
+    said = next(iter(str(error).splitlines()), "").removeprefix("CUDA out of memory. ").split(" Of the allocated")[0]
+    return (
+        f"the GPU ran out of memory in a training step with rows of up to {longest} tokens ({said}); set one of "
+        f"{', '.join(changes)}; docs/memory.md has what each saves"
+    )
 
 
 def _cut(values_N: Tensor, rows: Sequence[RowTensors]) -> list[Tensor]:

@@ -322,6 +322,13 @@ def test_an_argument_that_yaml_cannot_hold_is_named(tmp_path, value):
         write_resolved(Resolved(recipe=made, reasons={}), tmp_path / "recipe.yaml")
 
 
+def test_rows_are_longer_on_a_gpu():
+    assert resolve(recipe(), num_train_tasks=None, on_gpu=True).recipe.trainer.row_tokens == 8192
+    long = resolve(recipe(rollout={"max_trajectory_tokens": 9000}), num_train_tasks=None, on_gpu=True)
+    assert long.recipe.trainer.row_tokens == 9000
+    assert "the usual 8192" in long.reasons["trainer.row_tokens"]
+
+
 @pytest.mark.parametrize(("kind", "mode"), [("hf", "in_process"), ("hf_server", "nccl")])
 def test_how_weights_are_pushed_follows_from_the_engine(kind, mode):
     resolved = resolve(recipe(engine={"kind": kind}), num_train_tasks=None)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from polyturn.config.schema import Recipe
 from polyturn.errors import ConfigError
-from polyturn.launch.gpus import Placement, place, visible_gpus
+from polyturn.launch.gpus import Placement, place
+from polyturn.processes.gpus import visible_gpus
 
 
 def recipe(**sections):

@@ -10,7 +10,8 @@ import torch
 
 from parts.models import gradients, largest_gap, plain_logprobs, same_bits, snapshot, tiny_model
 from parts.samples import loss_options, make_sample, on_policy, packed, random_samples, trainer_settings
-from polyturn.errors import NonFiniteError
+from polyturn.errors import DeviceMemoryError, NonFiniteError
+from polyturn.trainer.scorer import Scorer
 from polyturn.trainer.trainer import Trainer
 from polyturn.types import TrainBatch
 
@@ -190,3 +191,26 @@ def test_weights_are_the_live_ones_and_all_of_them():
 def test_a_kl_term_needs_a_reference():
     with pytest.raises(AssertionError, match="a KL term needs a reference"):
         Trainer(tiny_model(), trainer_settings(loss_options(beta=0.1)))
+
+
+def test_a_gpu_that_is_too_small_is_told_what_would_fit(monkeypatch):
+    said = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB. Of the allocated memory 7 GiB"
+    )
+
+    def full(self, row):
+        raise torch.OutOfMemoryError(said)
+
+    model = tiny_model()
+    trainer = Trainer(model, trainer_settings())
+    monkeypatch.setattr(Scorer, "__call__", full)
+    with pytest.raises(DeviceMemoryError) as caught:
+        trainer.train([packed(random_samples())])
+    sentence = str(caught.value)
+    assert "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB." in sentence
+    assert "trainer.row_tokens below " in sentence
+    assert "trainer.activations=full, trainer.offload_optimizer=true, model.lora" in sentence
+    assert caught.value.exit_code == 3
+    trainer.settings = replace(trainer.settings, activations="full", offload_optimizer=True)
+    with pytest.raises(DeviceMemoryError, match=r"longest trajectory\), model\.lora;"):
+        trainer.train([packed(random_samples())])
