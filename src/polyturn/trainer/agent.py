@@ -167,10 +167,19 @@ class _RankWatch:
                     self._look(rank, pid)
 
     def _find(self) -> None:
+        """Which child is which rank. One that has died already shows no variables; the agent starts ranks in order."""
+        dead = []
         for child in descendants():
-            rank = _rank_of(child.pid) if child.parent == os.getpid() else None
+            if child.parent != os.getpid() or child.pid in self._pids.values():
+                continue
+            rank = _rank_of(child.pid)
             if rank is not None:
                 self._pids[rank] = child.pid
+            elif child.ended:
+                dead.append(child.pid)
+        unknown = [rank for rank in range(self._num_ranks) if rank not in self._pids]
+        if len(dead) == len(unknown):  # all have been started
+            self._pids |= dict(zip(unknown, sorted(dead), strict=True))
 
     def _look(self, rank: int, pid: int) -> None:
         """How a rank ended, without collecting it: that is for the agent to do, which may have done so by now."""
