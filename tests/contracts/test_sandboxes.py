@@ -15,7 +15,7 @@ from polyturn.sandbox.http import HttpSandbox
 from polyturn.sandbox.local import LocalSandbox
 from polyturn.sandbox.server import SandboxServer
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
 LIMITS = Limits(wall_s=60, cpu_s=30, memory_bytes=128 * MIB, output_bytes=1 << 16, file_bytes=MIB)
 KINDS = ["local", "http"]

@@ -15,7 +15,7 @@ from parts.processes import gone
 from polyturn.sandbox.base import MIB, Limits, Program, Tests
 from polyturn.sandbox.local import LocalSandbox
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
 LIMITS = Limits(wall_s=60, cpu_s=30, memory_bytes=192 * MIB, num_processes=12, output_bytes=1 << 16)
 ENDLESS = [

@@ -20,7 +20,7 @@ from parts.processes import gone, present
 from polyturn.sandbox.base import MIB, Limits, Program
 from polyturn.sandbox.local import LocalSandbox
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
 LIMITS = Limits(
     wall_s=60,

@@ -118,11 +118,10 @@ def adapter_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 def pushed_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Tensors that training changes, by name: all of the model's state, or the trained ones where others are frozen."""
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     state: Mapping[str, torch.Tensor] = model.state_dict()
-    if not frozen:
-        return dict(state)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if len(trained) in (0, len(list(model.named_parameters()))):  # a copy that only samples may be frozen as a whole
+        return dict(state)
     return {name: tensor for name, tensor in state.items() if name in trained}
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from parts.stub_runs import engine, eventually, stub, trainer
 
+pytestmark = pytest.mark.real
+
 TWO = ("engine-0", "environment-0")
 
 
