@@ -64,7 +64,7 @@ def test_a_kill_at_any_moment_ends_the_rest(live_run, number):
 
 @pytest.mark.parametrize("role", ["environment-1", "engine-0", "trainer-0", "trainer-1"])
 def test_a_role_that_hangs_is_named_with_what_it_waits_for(live_run, role):
-    run: LiveRun = live_run(LONG, "launch.silence_s=4")
+    run: LiveRun = live_run(LONG, "launch.silence_s=8")
     run.trains()
     os.kill(run.pid(role), signal.SIGSTOP)
     ended = run.end()
