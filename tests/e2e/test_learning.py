@@ -28,6 +28,7 @@ def test_training_learns_what_is_rewarded(bench, loss):
     assert after > 0.8, "measured over six seeds: 0.84 to 1 after 25 steps"
 
 
+@pytest.mark.real
 def test_it_is_the_credit_that_teaches(bench, monkeypatch):
     """The same run with every advantage turned around learns nothing of the kind."""
     whole = TurnRtg.__call__

@@ -169,7 +169,8 @@ def interrupted(bench: Bench, number: signal.Signals, times: int) -> tuple[int, 
     return run.returncode, out, err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.real)])
+@pytest.mark.real
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_saves_and_ends(bench, number):
     code, out, err = interrupted(bench, number, 1)
     assert (code, err) == (0, "")
