@@ -34,7 +34,7 @@ class Linear:
     count: int
     bias: bool = False
     expert: bool = False
-    """One of many of a layer, of which a token passes some."""
+    """One of many of a layer, of which a token passes some; or what picks among them. Neither gets adapters or fewer bits."""
 
     @property
     def parameters(self) -> int:
@@ -241,7 +241,7 @@ def _feed_forward(
         shared, dense = sizes.get("n_shared_experts", 0) * width, min(layers, int(config.get("first_k_dense_replace") or 0))
     sparse = layers - dense
     linears = _gated(hidden, width, sparse * experts, expert=True)
-    linears.append(Linear(name="router", inputs=hidden, outputs=experts, count=sparse))
+    linears.append(Linear(name="router", inputs=hidden, outputs=experts, count=sparse, expert=True))
     if shared:
         linears += _gated(hidden, shared, sparse, prefix="shared_")
     if dense:

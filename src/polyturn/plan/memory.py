@@ -1,0 +1,249 @@
+"""What a rank of the trainer takes of its GPU, term by term, each with its formula in words.
+
+Weights, gradients, master weights and the optimizer's state are exact (`polyturn.config.memory`). Activations are a formula
+of what a decoder layer keeps for its backward pass, in numbers a token, with h hidden size, a attention width (heads x head
+size), k width of the keys, i width of the feed-forward part:
+
+    keep, compiled     4h + 4a + 3k + 3i
+    keep, eager        8h + 4a + 3k + 4i
+    selective          2h + 2a + 2k + 2i, and one layer whole while it is computed again
+    full               h, and one layer whole while it is computed again
+
+Selective is what its rule keeps: products, attention and what comes into the layer. The shares of h, a and k in the two others
+were fitted to the peaks that `benchmarks/trainer_throughput.py` measured on an H200 (dense Qwen2 layers, models of 0.1 to 7
+billion parameters, bfloat16, rows of 16,384 tokens; one eager case, one with adapters), and rounded up to whole numbers. A test
+holds every case against its peak; since they are the ones it was fitted to, that says how well the form fits, not how well it
+foretells others. Not measured: `full`, float32, attention of another width than h, experts, latent attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from polyturn.config.memory import (
+    ELEMENT_BYTES,
+    Held,
+    MasterWeights,
+    OptimizerName,
+    Placed,
+    Quantize,
+    adapter_parameters,
+    frozen_tensor,
+    trained_tensor,
+)
+from polyturn.errors import ModelError, nearest
+from polyturn.plan.models import Linear, ModelFacts
+
+Phase: TypeAlias = Literal["always", "training", "scoring", "generating"]
+
+HEAD_CHUNK = 256 << 20
+"""Float32 logits of one chunk of the head, as the trainer cuts them."""
+CONTEXT = round(0.6 * (1 << 30))
+"""CUDA's context and loaded kernels: assumed, not measured."""
+GAPS = 0.05
+"""Share of activations that the allocator can't use for others: assumed, not measured."""
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """Bytes of one thing on one GPU, and how they come about."""
+
+    name: str
+    bytes: float
+    formula: str
+    phase: Phase = "always"
+    """When they are taken; phases come one after the other and share their memory."""
+
+
+def peak(terms: Iterable[Term]) -> float:
+    """Bytes at the worst moment: what is there always, and the largest of the phases."""
+    sums: dict[Phase, float] = {}
+    for term in terms:
+        sums[term.phase] = sums.get(term.phase, 0) + term.bytes
+    return sums.pop("always", 0) + max(sums.values(), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerLoad:
+    """How a rank trains: the settings of a resolved recipe that decide about memory."""
+
+    dtype: str
+    row_tokens: int
+    trained_tokens: int
+    """Tokens of a row under the loss, at most."""
+    rows: int
+    """Rows of an optimizer step on this rank; several find the gradients of the first one there."""
+    optimizer: OptimizerName = "adamw"
+    master_weights: MasterWeights = "none"
+    offload: bool = False
+    activations: Literal["keep", "selective", "full"] = "keep"
+    compiled: bool = True
+    float32_head: bool = False
+    lora_rank: int | None = None
+    lora_targets: tuple[str, ...] | None = None
+    quantize: Quantize | None = None
+    reference: Literal["none", "same", "cpu"] = "none"
+    """Where a frozen copy of whole weights waits; `none` also with adapters, whose reference is the policy itself."""
+
+
+def trainer_terms(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, ...]:
+    """What one rank takes of its GPU, without CUDA's context and the allocator's gaps. Raises ModelError for wrong targets."""
+    held, width = held_bytes(facts, load), ELEMENT_BYTES[load.dtype]
+    device = held.device
+    kept, again = _activations(facts, load)
+    chunk, head_gradient = _head(facts, load)
+    # The backward pass begins with the head; a layer is computed again once the head is done.
+    late = max(chunk.bytes + head_gradient.bytes, again)
+    work = kept + late
+    gradients = device.gradients if load.rows > 1 else max(0.0, device.gradients - work)
+    trained = "trained weights" if load.lora_rank is None else "adapters"
+    terms = [
+        Term(name="weights", bytes=device.weights, formula=_weights_formula(facts, load)),
+        Term(name="master weights", bytes=device.master, formula=f"4 bytes for each of the {trained}"),
+        Term(name="optimizer state", bytes=device.optimizer_state, formula=f"{load.optimizer}, see docs/memory.md"),
+        Term(
+            name="gradients",
+            bytes=gradients,
+            formula=f"of the {trained}, from the first row of a step on" if load.rows > 1 else "one row: as activations go",
+            phase="training",
+        ),
+        Term(name="activations", bytes=kept, formula=_activations_formula(load), phase="training"),
+        chunk,
+        head_gradient,
+        Term(
+            name="one layer again",
+            bytes=late - chunk.bytes - head_gradient.bytes,
+            formula="what a recomputed layer takes beyond the head, which is done by then",
+            phase="training",
+        ),
+        Term(
+            name="KL reference",
+            bytes=0 if load.reference == "none" else facts.parameters * width,
+            formula=f"a frozen copy of the weights, {'while it scores' if load.reference == 'cpu' else 'always'}",
+            phase="scoring" if load.reference == "cpu" else "always",
+        ),
+    ]
+    return tuple(term for term in terms if term.bytes > 0)
+
+
+def own_terms(terms: Iterable[Term]) -> tuple[Term, ...]:
+    """What CUDA and its allocator take besides `terms`; assumed, not measured."""
+    work = sum(term.bytes for term in terms if term.name == "activations")
+    return (
+        Term(name="CUDA context", bytes=CONTEXT, formula="context and kernels, assumed"),
+        Term(name="allocator's gaps", bytes=GAPS * work, formula=f"{GAPS:.0%} of activations, assumed", phase="training"),
+    )
+
+
+def held_bytes(facts: ModelFacts, load: TrainerLoad) -> Placed:
+    """Weights, gradients, masters and state, on the GPU and in CPU memory, tensor by tensor. Raises ModelError."""
+    total = Placed(device=Held())
+    for placed, count in _tensors(facts, load):
+        total += Placed(device=_times(placed.device, count), cpu=_times(placed.cpu, count))
+    return total
+
+
+def adapted(facts: ModelFacts, targets: tuple[str, ...] | None) -> list[Linear]:
+    """The linear layers that get adapters. Raises ModelError for a target that is none."""
+    places = [linear for linear in facts.linears if not linear.expert]
+    for target in targets or ():
+        if target not in {linear.name for linear in places}:
+            names = {linear.name for linear in places}
+            raise ModelError(f"model.lora.targets: {target} is no linear layer of {facts.name}; {nearest(target, names)}")
+    return [linear for linear in places if targets is None or linear.name in targets]
+
+
+def _tensors(facts: ModelFacts, load: TrainerLoad) -> Iterator[tuple[Placed, int]]:
+    """Bytes of every tensor, with the number of its like."""
+
+    def trained(numel: int) -> Placed:
+        return trained_tensor(
+            numel, dtype=load.dtype, optimizer=load.optimizer, master_weights=load.master_weights, offload=load.offload
+        )
+
+    matrices = ((linear, linear.inputs * linear.outputs) for linear in facts.linears)
+    if load.lora_rank is None:
+        yield from ((trained(numel), linear.count) for linear, numel in matrices)
+        yield from ((trained(numel), count) for numel, count in facts.other_tensors())
+        return
+    for linear, numel in matrices:
+        bits = None if linear.expert else load.quantize
+        yield frozen_tensor(numel, dtype=load.dtype, quantize=bits, rows=linear.outputs), linear.count
+    yield from ((frozen_tensor(numel, dtype=load.dtype), count) for numel, count in facts.other_tensors())
+    for linear in adapted(facts, load.lora_targets):
+        yield trained(adapter_parameters(linear.inputs, 0, load.lora_rank)), linear.count
+        yield trained(adapter_parameters(0, linear.outputs, load.lora_rank)), linear.count
+
+
+def _activations(facts: ModelFacts, load: TrainerLoad) -> tuple[float, float]:
+    """Bytes that all layers keep of a row, and those of one layer that is computed again."""
+    width = ELEMENT_BYTES[load.dtype]
+    hidden, attention = facts.hidden, facts.heads * facts.head_dim
+    keys = facts.kv_numbers / facts.layers / 2
+    feed_forward = facts.intermediate
+    # An expert gets a copy of the tokens that are its own, and gives back as many.
+    routed = 2 * facts.experts_per_token * hidden
+    whole = routed + 3 * keys
+    whole += 4 * hidden + 4 * attention + 3 * feed_forward if load.compiled else 8 * hidden + 4 * attention + 4 * feed_forward
+    if load.lora_rank is not None:
+        whole += load.lora_rank * len(adapted(facts, load.lora_targets))
+    kept = {
+        "keep": whole,
+        "selective": 2 * hidden + 2 * attention + 2 * keys + 2 * feed_forward + routed,
+        "full": float(hidden),
+    }[load.activations]
+    again = 0 if load.activations == "keep" else whole
+    # The last hidden states, those of the trained tokens, and their gradient.
+    ends = load.row_tokens * hidden + 2 * load.trained_tokens * hidden
+    return width * (load.row_tokens * facts.layers * kept + ends), width * load.row_tokens * again
+
+
+def _head(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, Term]:
+    """The chunked head: logits of a chunk with their gradient, and the gradient of its weight while it is summed up."""
+    width = _FLOAT32 if load.float32_head else ELEMENT_BYTES[load.dtype]
+    matrix = facts.vocabulary * facts.hidden
+    logits = min(HEAD_CHUNK, load.trained_tokens * facts.vocabulary * _FLOAT32)
+    copy = _FLOAT32 * matrix if load.float32_head and load.dtype != "float32" else 0
+    # A product of 16-bit matrices is made beside the float32 sum; float32 ones are added in place.
+    summed = 0 if load.lora_rank is not None else _FLOAT32 * matrix * (2 if width < _FLOAT32 else 1)
+    return (
+        Term(
+            name="head, one chunk",
+            bytes=logits * (1 + width / _FLOAT32),
+            formula="float32 logits of some tokens, and their gradient",
+            phase="training",
+        ),
+        Term(
+            name="head, gradient",
+            bytes=summed + copy,
+            formula="float32 sum and one addend, vocabulary x hidden each"
+            if width < _FLOAT32
+            else "float32, vocabulary x hidden",
+            phase="training",
+        ),
+    )
+
+
+def _weights_formula(facts: ModelFacts, load: TrainerLoad) -> str:
+    width = ELEMENT_BYTES[load.dtype]
+    if load.quantize is not None:
+        return f"linear layers in {load.quantize}, the rest x {width} bytes, and adapters"
+    return f"{facts.parameters:,} parameters x {width} bytes" + (", and adapters" if load.lora_rank is not None else "")
+
+
+def _activations_formula(load: TrainerLoad) -> str:
+    how = {"keep": "all that layers keep", "selective": "products and attention", "full": "what comes into each layer"}
+    mode = f"{load.activations}{'' if load.compiled else ', eager'}"
+    return f"{how[load.activations]} for {load.row_tokens:,} tokens of a row ({mode})"
+
+
+def _times(held: Held, count: int) -> Held:
+    return Held(
+        weights=held.weights * count,
+        gradients=held.gradients * count,
+        master=held.master * count,
+        optimizer_state=held.optimizer_state * count,
+    )
