@@ -156,6 +156,16 @@ def adapted(facts: ModelFacts, targets: tuple[str, ...] | None) -> list[Linear]:
     return [linear for linear in places if targets is None or linear.name in targets]
 
 
+def adapter_numbers(facts: ModelFacts, load: TrainerLoad) -> int:
+    """Parameters of all adapters, 0 without them. Raises ModelError."""
+    if load.lora_rank is None:
+        return 0
+    return sum(
+        linear.count * adapter_parameters(linear.inputs, linear.outputs, load.lora_rank)
+        for linear in adapted(facts, load.lora_targets)
+    )
+
+
 def _tensors(facts: ModelFacts, load: TrainerLoad) -> Iterator[tuple[Placed, int]]:
     """Bytes of every tensor, with the number of its like."""
 
