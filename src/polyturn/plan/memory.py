@@ -131,11 +131,10 @@ def trainer_terms(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, ...]:
 
 def own_terms(terms: Iterable[Term]) -> tuple[Term, ...]:
     """What CUDA and its allocator take besides `terms`; assumed, not measured."""
+    context = Term(name="CUDA context", bytes=CONTEXT, formula="context and kernels, assumed")
     work = sum(term.bytes for term in terms if term.name == "activations")
-    return (
-        Term(name="CUDA context", bytes=CONTEXT, formula="context and kernels, assumed"),
-        Term(name="allocator's gaps", bytes=GAPS * work, formula=f"{GAPS:.0%} of activations, assumed", phase="training"),
-    )
+    gaps = Term(name="allocator's gaps", bytes=GAPS * work, formula=f"{GAPS:.0%} of activations, assumed", phase="training")
+    return (context, gaps) if work else (context,)
 
 
 def held_bytes(facts: ModelFacts, load: TrainerLoad) -> Placed:

@@ -36,8 +36,9 @@ print(json.dumps([shown, sorted(sys.modules)]))
 """
 
 HELPS = {
-    "--help": ["train", "launch", "eval", "rollout", "replay", "warmstart", "env", "data", "role"],
+    "--help": ["train", "plan", "launch", "eval", "rollout", "replay", "warmstart", "env", "data", "role"],
     "train --help": ["RECIPE.yaml", "section.key=value", "--dry-run"],
+    "plan --help": ["RECIPE.yaml", "section.key=value", "--instance", "--gpu", "--gpus", "--tasks", "--hardware", "--json"],
     "launch --help": ["local"],
     "launch local --help": ["RECIPE.yaml", "section.key=value", "--dry-run"],
     "role --help": ["NAME", "--config"],

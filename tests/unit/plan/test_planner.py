@@ -1,0 +1,166 @@
+"""Who shares a GPU, what does not fit and why, and that what is offered in its place does fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polyturn.config.schema import Recipe
+from polyturn.errors import ConfigError
+from polyturn.plan.hardware import Machine, load_hardware
+from polyturn.plan.known_models import CONFIGS
+from polyturn.plan.models import facts_from_config
+from polyturn.plan.nearest_fit import changed, nearest_fit, smallest_gpu
+from polyturn.plan.planner import Plan, make_plan
+
+HARDWARE = load_hardware()
+
+
+def recipe_of(path: str, **sections: dict[str, Any]) -> Recipe:
+    model = {"path": path, "dtype": "bfloat16"} | sections.pop("model", {})
+    return Recipe.model_validate({"run": {"steps": 10}, "model": model, "environment": {"id": "lookup"}} | sections)
+
+
+def facts_of(path: str):
+    return facts_from_config(CONFIGS[path], name=path)
+
+
+def plan_of(path: str, **sections: dict[str, Any]) -> Plan:
+    return make_plan(recipe_of(path, **sections), facts_of(path))
+
+
+def applied(recipe: Recipe, overrides: tuple[str, ...]) -> Recipe:
+    """The recipe with overrides as the command line would take them."""
+    words = {"true": True, "false": False}
+    pairs = (override.split("=", 1) for override in overrides)
+    return changed(recipe, {key: int(value) if value.isdigit() else words.get(value, value) for key, value in pairs})
+
+
+def test_an_engine_in_the_drivers_process_shares_its_gpu():
+    plan = plan_of("Qwen/Qwen2.5-3B", trainer={"num_ranks": 3})
+    assert [(gpu.role, gpu.count) for gpu in plan.gpus] == [("trainer-0 and the engine", 1), ("trainer-1 to trainer-2", 2)]
+    assert plan.gpus[0].needed > plan.gpus[1].needed
+    assert plan.num_gpus == 3
+
+
+def test_servers_have_gpus_of_their_own():
+    plan = plan_of("Qwen/Qwen2.5-3B", trainer={"num_ranks": 7}, engine={"kind": "hf_server"})
+    assert [(gpu.role, gpu.count) for gpu in plan.gpus] == [("trainer-0 to trainer-6", 7), ("engine-0", 1)]
+    assert not any("engine" in term.name or term.phase == "generating" for term in plan.gpus[0].terms)
+    assert not any(term.phase == "training" for term in plan.gpus[1].terms)
+
+
+def test_training_and_generating_share_memory():
+    plan = plan_of("Qwen/Qwen2.5-3B")
+    (gpu,) = plan.gpus
+    sums = {phase: sum(t.bytes for t in gpu.terms if t.phase == phase) for phase in ("always", "training", "generating")}
+    assert gpu.needed == sums["always"] + max(sums["training"], sums["generating"])
+
+
+def test_more_servers_hold_fewer_sequences_each():
+    one = plan_of("Qwen/Qwen2.5-3B", engine={"kind": "hf_server"})
+    four = plan_of("Qwen/Qwen2.5-3B", engine={"kind": "hf_server", "num_servers": 4})
+    assert four.gpus[1].needed < one.gpus[1].needed
+
+
+def test_too_few_gpus():
+    recipe = recipe_of("Qwen/Qwen2.5-0.5B", trainer={"num_ranks": 8}, engine={"kind": "hf_server"})
+    machine, facts = HARDWARE.machine("p4de.24xlarge"), facts_of("Qwen/Qwen2.5-0.5B")
+    problems = make_plan(recipe, facts).problems(machine)
+    assert problems[0] == "the run needs 9 GPUs, one for each rank and server; p4de.24xlarge has 8"
+    assert "trainer.num_ranks=7" in (nearest_fit(recipe, facts, machine) or ())
+
+
+def test_a_whole_3b_model_beside_an_engine_in_24_gib_gets_something_smaller():
+    recipe, facts = recipe_of("Qwen/Qwen2.5-3B"), facts_of("Qwen/Qwen2.5-3B")
+    machine = HARDWARE.machine("g5.2xlarge")
+    (problem,) = make_plan(recipe, facts).problems(machine)
+    assert problem.startswith("trainer-0 and the engine: ")
+    overrides = nearest_fit(recipe, facts, machine)
+    assert overrides
+    assert make_plan(applied(recipe, overrides), facts).problems(machine) == ()
+
+
+def test_nothing_makes_72b_fit_on_a_small_card():
+    facts = facts_of("Qwen/Qwen2.5-72B")
+    assert nearest_fit(recipe_of("Qwen/Qwen2.5-72B"), facts, HARDWARE.machine("g5.2xlarge")) is None
+
+
+def test_a_context_longer_than_the_models():
+    recipe = recipe_of("builtin:smollm2", rollout={"max_trajectory_tokens": 10_000})
+    facts, machine = facts_of("builtin:smollm2"), HARDWARE.gpus_alone("b300", 1)
+    assert "rollout.max_trajectory_tokens=10000: builtin:smollm2 has 8,192 positions" in make_plan(recipe, facts).problems(
+        machine
+    )
+    assert "rollout.max_trajectory_tokens=8192" in (nearest_fit(recipe, facts, machine) or ())
+
+
+def test_the_smallest_gpu():
+    small = recipe_of("Qwen/Qwen2.5-0.5B", trainer={"activations": "full"}, engine={"max_batch_size": 8})
+    name = smallest_gpu(small, facts_of("Qwen/Qwen2.5-0.5B"), HARDWARE)
+    assert name in ("a10g", "l4")
+    assert smallest_gpu(recipe_of("Qwen/Qwen2.5-72B"), facts_of("Qwen/Qwen2.5-72B"), HARDWARE) is None
+
+
+def test_what_was_never_measured_is_said():
+    plan = plan_of("mistralai/Mixtral-8x7B-v0.1", trainer={"activations": "full"}, model={"dtype": "float32"})
+    said = " ".join(plan.caveats)
+    assert all(words in said for words in ("float32", "activations=full", "experts"))
+    assert len(plan_of("Qwen/Qwen2.5-7B").caveats) == 1
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"trainer": {"device": "cpu"}}, "use trainer.device=auto"),
+        ({"run": {"epochs": 2.0}}, "with --tasks N"),
+        ({"trainer": {"row_tokens": 100}}, "a row must hold a whole trajectory"),
+    ],
+)
+def test_what_can_not_be_planned(sections, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        plan_of("Qwen/Qwen2.5-0.5B", **sections)
+
+
+def test_epochs_with_the_number_of_tasks():
+    recipe = recipe_of("Qwen/Qwen2.5-0.5B", run={"epochs": 2.0})
+    assert make_plan(recipe, facts_of("Qwen/Qwen2.5-0.5B"), num_tasks=160).recipe.run.steps == 20
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    path=st.sampled_from(["Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-1.7B", "builtin:smollm2"]),
+    machine=st.sampled_from(["g5.2xlarge", "g6.12xlarge", "p4d.24xlarge", "p5.48xlarge"]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    ranks=st.integers(1, 9),
+    kind=st.sampled_from(["hf", "hf_server"]),
+    context=st.sampled_from([512, 4096, 32_768]),
+)
+def test_what_is_offered_fits_and_all_of_it_is_needed(path, machine, dtype, ranks, kind, context):
+    recipe = recipe_of(
+        path,
+        model={"dtype": dtype},
+        trainer={"num_ranks": ranks},
+        engine={"kind": kind},
+        rollout={"max_trajectory_tokens": context},
+    )
+    facts, place = facts_of(path), HARDWARE.machine(machine)
+    if not make_plan(recipe, facts).problems(place):
+        return
+    overrides = nearest_fit(recipe, facts, place)
+    if overrides is None:
+        return
+    assert make_plan(applied(recipe, overrides), facts).problems(place) == ()
+    for left_out in overrides:
+        fewer = tuple(override for override in overrides if override != left_out)
+        assert not _fits(applied(recipe, fewer), facts, place), f"{left_out} is not needed"
+
+
+def _fits(recipe: Recipe, facts: Any, machine: Machine) -> bool:
+    try:
+        return not make_plan(recipe, facts).problems(machine)
+    except ConfigError:
+        return False
