@@ -82,6 +82,8 @@ class TrainerLoad:
     activations: Literal["keep", "selective", "full"] = "keep"
     compiled: bool = True
     float32_head: bool = False
+    masked: bool = False
+    """Attention of packed rows needs a mask, as it does of float32 weights."""
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] | None = None
     quantize: Quantize | None = None
@@ -111,6 +113,12 @@ def trainer_terms(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, ...]:
             phase="training",
         ),
         Term(name="activations", bytes=kept, formula=_activations_formula(load), phase="training"),
+        Term(
+            name="attention mask",
+            bytes=load.row_tokens**2 * (1 + width) if load.masked else 0,
+            formula="tokens of a row squared, as truth values and as numbers",
+            phase="training",
+        ),
         chunk,
         head_gradient,
         Term(

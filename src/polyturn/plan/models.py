@@ -21,7 +21,7 @@ _EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 FAMILIES = (*_DENSE, *_EXPERTS)
 """Values of `model_type` whose layers are known here."""
 _LATENT = ("deepseek_v2", "deepseek_v3")
-_MOST = 1 << 40
+_MOST = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +124,8 @@ def model_facts(path: str) -> ModelFacts:
         if key in (name.lower(), name.partition("/")[2].lower()):
             return facts_from_config(config, name=name)
     raise ModelError(
-        f"model.path={path} is no folder, not in the hub cache of this machine and not among the planner's models; "
-        f"{nearest(path, CONFIGS)} A folder with its config.json alone is enough"
+        f"model.path={path} is no folder, not in the hub cache of this machine and not among the planner's models; give a "
+        f"folder with its config.json (nothing else is read), or one of those: {nearest(path, CONFIGS)}"
     )
 
 
@@ -138,14 +138,14 @@ def facts_from_config(config: Mapping[str, Any], *, name: str) -> ModelFacts:
         )
     sizes = _Sizes(config, name)
     hidden, layers, heads = sizes["hidden_size"], sizes["num_hidden_layers"], sizes["num_attention_heads"]
-    kv_heads = sizes.get("num_key_value_heads", heads)
-    head_dim = sizes.get("head_dim", max(1, hidden // heads))
+    kv_heads = sizes.get("num_key_value_heads", heads) or heads
+    head_dim = sizes.get("head_dim", 0) or max(1, hidden // heads)
     if family in _LATENT:
         attention, attention_norms, per_token, latent = _latent_attention(sizes, hidden, layers, heads)
     else:
         attention, attention_norms = _attention(config, family, hidden, layers, heads, kv_heads, head_dim)
         per_token, latent = 2 * kv_heads * head_dim, None
-    feed_forward, balances, intermediate, chosen = _feed_forward(config, sizes, family, hidden, layers)
+    feed_forward, balances, intermediate, chosen = _feed_forward(sizes, family, hidden, layers)
     return ModelFacts(
         name=name,
         family=str(family),
@@ -179,7 +179,16 @@ class _Sizes:
         return value
 
     def get(self, key: str, default: int) -> int:
-        return default if self._config.get(key) is None else self[key]
+        """0 is a number here: none of them."""
+        value = self._config.get(key)
+        return default if value is None else 0 if type(value) is int and value == 0 else self[key]
+
+    def whole_layers(self, key: str) -> frozenset[int]:
+        """Numbers of layers."""
+        value = self._config.get(key) or []
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            raise ModelError(f"{self._name}: config.json has {key}={value!r}; a list of layers is needed, fetch it again")
+        return frozenset(value)
 
 
 def _attention(
@@ -222,9 +231,7 @@ def _latent_attention(
     return linears, norms, heads * (plain + rotated + value), rank + rotated
 
 
-def _feed_forward(
-    config: Mapping[str, Any], sizes: _Sizes, family: str, hidden: int, layers: int
-) -> tuple[list[Linear], list[tuple[int, int]], int, int]:
+def _feed_forward(sizes: _Sizes, family: str, hidden: int, layers: int) -> tuple[list[Linear], list[tuple[int, int]], int, int]:
     """Matrices, further vectors, the widest layer that a token passes, and how many experts it passes in one."""
     if family in _DENSE:
         width = sizes["intermediate_size"]
@@ -234,11 +241,11 @@ def _feed_forward(
         width, experts, shared, dense = sizes["intermediate_size"], sizes["num_local_experts"], 0, 0
     elif family == "qwen3_moe":
         width, experts, shared = sizes["moe_intermediate_size"], sizes["num_experts"], 0
-        step, whole = sizes.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
+        step, whole = sizes.get("decoder_sparse_step", 1) or 1, sizes.whole_layers("mlp_only_layers")
         dense = sum(index in whole or (index + 1) % step != 0 for index in range(layers))
     else:
         width, experts = sizes["moe_intermediate_size"], sizes["n_routed_experts"]
-        shared, dense = sizes.get("n_shared_experts", 0) * width, min(layers, int(config.get("first_k_dense_replace") or 0))
+        shared, dense = sizes.get("n_shared_experts", 0) * width, min(layers, sizes.get("first_k_dense_replace", 0))
     sparse = layers - dense
     linears = _gated(hidden, width, sparse * experts, expert=True)
     linears.append(Linear(name="router", inputs=hidden, outputs=experts, count=sparse, expert=True))

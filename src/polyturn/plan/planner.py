@@ -134,6 +134,7 @@ def trainer_load(recipe: Recipe) -> TrainerLoad:
         activations=trainer.activations,
         compiled=trainer.compile != "off",
         float32_head=trainer.float32_head,
+        masked=model.attention in ("sdpa", "eager") or (model.attention == "auto" and model.dtype == "float32"),
         lora_rank=None if model.lora is None else model.lora.rank,
         lora_targets=None if model.lora is None else model.lora.targets,
         quantize=model.quantize,
@@ -156,7 +157,8 @@ def hf_load(recipe: Recipe, engines: int) -> HfLoad:
 def _caveats(facts: ModelFacts, load: TrainerLoad) -> tuple[str, ...]:
     unmeasured = {
         "the hf engine's KV cache, prefill and logits: worst cases, not measured": True,
-        "activations of float32 weights, and the mask of their attention, which is not counted": load.dtype == "float32",
+        "activations of float32 weights": load.dtype == "float32",
+        "attention with a mask": load.masked,
         "trainer.activations=full": load.activations == "full",
         "activations of experts": facts.experts_per_token > 0,
         "activations of latent attention": facts.latent_numbers is not None,

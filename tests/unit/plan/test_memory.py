@@ -44,6 +44,17 @@ def measured(case: dict[str, Any]) -> tuple[ModelFacts, TrainerLoad]:
     return facts, load
 
 
+PAGE = Path(__file__).parents[3] / "docs" / "planner.md"
+
+
+def test_the_page_has_these_numbers():
+    text = PAGE.read_text(encoding="utf-8")
+    for case in CASES:
+        planned = peak(trainer_terms(*measured(case))) / GIB
+        error = planned / case["peak_gib"] - 1
+        assert f"| {case['case']} | {case['peak_gib']:.2f} | {planned:.2f} | {100 * error:+.1f} % |" in text
+
+
 def errors() -> dict[str, float]:
     """Of every case, as a share of the measured peak; above 0 where the plan says more."""
     found = {}
@@ -113,6 +124,7 @@ def load_of(**given: Any) -> TrainerLoad:
         ({}, {"float32_head": True}),
         ({}, {"reference": "same"}),
         ({"reference": "cpu"}, {"reference": "same"}),
+        ({}, {"masked": True}),
         ({"rows": 1}, {}),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from polyturn.errors import ModelError
 from polyturn.plan.known_models import CONFIGS
@@ -105,6 +107,7 @@ def test_an_unknown_model_gets_the_nearest():
         ({"vocab_size": "many"}, "vocab_size='many'"),
         ({"num_attention_heads": True}, "num_attention_heads=True"),
         ({"intermediate_size": 10**30}, "intermediate_size=1000"),
+        ({"model_type": "qwen3_moe"}, "num_experts_per_tok=None"),
     ],
 )
 def test_a_config_that_is_none(change, sentence):
@@ -118,3 +121,17 @@ def test_a_folder_without_a_config(tmp_path, text):
         (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(ModelError, match=r"config\.json (can't be read|holds no JSON object)"):
         model_facts(str(tmp_path))
+
+
+@given(
+    name=st.sampled_from(sorted(CONFIGS)),
+    key=st.sampled_from(sorted({key for config in CONFIGS.values() for key in config} | {"mlp_only_layers"})),
+    value=st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers() | st.text()),
+)
+def test_any_value_is_counted_or_refused(name, key, value):
+    try:
+        facts = facts_from_config({**CONFIGS[name], key: value}, name="mine")
+    except ModelError:
+        return
+    assert facts.parameters > 0
+    assert facts.kv_bytes_per_token(2) > 0
