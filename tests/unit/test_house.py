@@ -66,6 +66,7 @@ def test_the_contract_lists_the_rooms_the_design_promises():
         "rollouts",
         "trajectories",
         "advantages",
+        "plan",
     ]
     assert {f"polyturn.{room}" for room in promised} <= set(light_rooms())
 

@@ -2,9 +2,8 @@
 
 A paged engine takes a share of the GPU when it starts and keeps it: weights, the peak of a trial batch, what other libraries
 took, and the rest as blocks of KV cache. Its formulas were worked out from one published start of vLLM and give it back, which
-says little about other models: Qwen2.5-7B on an A100
-of 40 GB at a share of 0.85, which reports 33.57 GiB = 14.27 weights + 17.39 activation peak + 0.09 others + 1.82 KV cache,
-2,131 blocks of 16 tokens. Recipes can't ask for such an engine yet.
+says little about other models: Qwen2.5-7B on an A100 of 40 GB at a share of 0.85, which reports 33.57 GiB = 14.27 weights +
+17.39 activation peak + 0.09 others + 1.82 KV cache, 2,131 blocks of 16 tokens. Recipes can't ask for such an engine yet.
 
 The `hf` engine holds its weights and takes the rest while it generates. Its formulas count what its code makes; they were not
 held against a measurement.
