@@ -361,6 +361,7 @@ sys.exit(main([*base, "evaluation.episodes=0", "run.steps=50"]))
 """
 
 
+@pytest.mark.real
 def test_9_what_is_lost_ends_the_run_with_its_code_and_a_sentence(bench):
     base = ["train", str(bench.recipe), f"run.output_dir={bench.runs}"]
     ended = run_python(DEATHS, json.dumps(base), timeout_s=120)

@@ -67,6 +67,7 @@ async def test_it_has_learned_to_copy(cache):
     [{"run": {"steps": 2, "seed": 1}}, {"environment": {"id": "parts.environments:Colours", "args": {"rounds": 3}}}],
     ids=["seed", "arguments"],
 )
+@pytest.mark.real
 async def test_another_seed_or_another_environment_is_another_model(starts, other):
     first = await ensure_tiny(make_recipe(), Colours(), lambda _: None)
     recipe = make_recipe(**other)
@@ -82,6 +83,7 @@ async def test_settings_that_don_t_shape_it_share_it(starts):
     assert len(starts) == 1
 
 
+@pytest.mark.real
 async def test_runs_that_start_together_end_with_one_whole_model(cache, starts):
     recipe = make_recipe()
     found = await asyncio.gather(*(ensure_tiny(recipe, Colours(), lambda _: None) for _ in range(3)))
