@@ -3,7 +3,8 @@
 python benchmarks/kill_roles.py --kills 200 --out benchmarks/results/kill_roles.json
 
 Each run is `polyturn train` with an engine server, two trainer ranks and two environment processes. Asked of every end: exit
-code 3, a sentence that names who was killed, no process, port, shared memory or file outside the run folder.
+code 3, a sentence that names who was killed, no process, port, shared memory or file outside the run folder. What the file
+holds already is kept and counted: an hour of kills may be made in several sittings.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def kill_once(folder: Path, recipe: Path, role: str, chance: random.Random) -> d
         problem = f"left behind or stuck: {error}"
     finally:
         run.close()
-    return {"role": role, "moment": moment, "seconds_to_end": seconds, "problem": problem}
+    commit = describe_machine()["commit"]
+    return {"role": role, "moment": moment, "seconds_to_end": seconds, "problem": problem, "commit": commit}
 
 
 def main() -> None:
@@ -66,13 +68,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    chance = random.Random(options.seed)
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = json.loads(options.out.read_text())["runs"] if options.out.exists() else []
     with tempfile.TemporaryDirectory() as scratch:
         model = save_model_folder(Path(scratch) / "model", WORDS, PATTERN)
         recipe = Path(scratch) / "recipe.yaml"
         recipe.write_text(RECIPE % {"model": model})
-        for number in range(options.kills):
+        for number in range(len(found), options.kills):
+            chance = random.Random(f"{options.seed}/{number}")
             found.append(kill_once(Path(scratch) / str(number), recipe, ROLES[number % len(ROLES)], chance))
             print(json.dumps(found[-1]), flush=True)
             write(options.out, found, options.seed)
