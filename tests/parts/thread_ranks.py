@@ -63,6 +63,9 @@ class ThreadRanks:
     def hear(self) -> tuple[str, bytes]:
         return self._meeting.words[self.rank].get(timeout=WAIT_S)
 
+    def leave(self) -> None:
+        """Threads just end."""
+
 
 def on_ranks(size: int, work: Callable[[ThreadRanks], Result]) -> list[Result | BaseException]:
     """Run `work` on every rank and return what each came to, or what it raised, in order.

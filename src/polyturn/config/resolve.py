@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 from polyturn.config.arithmetic import batch_arithmetic
 from polyturn.config.schema import LossOptions, Recipe
 from polyturn.errors import ConfigError
+from polyturn.processes.whole_file import write_whole
 
 _TINY_LEARNING_RATE = 3e-4
 _FULL_LEARNING_RATE = 1e-6
@@ -75,10 +75,7 @@ def write_resolved(resolved: Resolved, path: str | Path) -> None:
     )
     text = io.StringIO()
     yaml.dump(tree, text)
-    target = Path(path)
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    draft.write_text(text.getvalue(), encoding="utf-8")
-    draft.replace(target)
+    write_whole(Path(path), text.getvalue())
 
 
 def _refusals(recipe: Recipe) -> Iterator[str]:

@@ -6,7 +6,6 @@ import csv
 import gzip
 import io
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from polyturn.data.readers import SUFFIXES, Container
 from polyturn.data.tables import write_parquet
 from polyturn.errors import DataError
+from polyturn.processes.whole_file import write_whole
 
 
 def container_of(path: str | Path) -> Container:
@@ -53,9 +53,7 @@ def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]], *, force: bo
     data = memory.getvalue()
     if target.suffix.lower() == ".gz":
         data = gzip.compress(data, mtime=0)
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    draft.write_bytes(data)
-    draft.replace(target)
+    write_whole(target, data)
 
 
 def _jsonl(rows: Iterable[Mapping[str, Any]], target: Path) -> str:

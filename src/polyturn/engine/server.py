@@ -9,7 +9,6 @@ tokens, and log-probabilities are of the sampled tokens only, under the temperat
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import time
@@ -22,6 +21,7 @@ from polyturn.engine.hf import AbortedError, HfEngine, PauseMode
 from polyturn.engine.weight_routes import WeightRoutes
 from polyturn.engine.wire import DEFAULT_LABEL, GENERATE, answer_body, read_request
 from polyturn.errors import ConfigError, EngineError, PolyturnError
+from polyturn.processes.http_words import bears_token, is_loopback
 from polyturn.weight_sync.nccl import WEIGHTS_ROUTE
 
 MOST_BYTES = 64 << 20
@@ -50,7 +50,7 @@ class EngineServer:
         port: int = 0,
         model: str = "policy",
     ) -> None:
-        if token is None and host not in ("127.0.0.1", "localhost", "::1"):
+        if token is None and not is_loopback(host):
             raise ConfigError(f"an engine server at engine.host={host} can be reached from outside; it needs a token")
         self._engine = engine
         self._weights = WeightRoutes(engine)
@@ -118,9 +118,7 @@ class EngineServer:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """The token, and every error as an answer."""
-        given = request.headers.get("Authorization", "").encode()
-        free = self._token is None or request.path == "/health"
-        if not free and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+        if request.path != "/health" and not bears_token(request.headers.get("Authorization"), self._token):
             return web.json_response({"error": "Unauthorized"}, status=401)
         try:
             return await handler(request)

@@ -12,9 +12,10 @@ from polyturn.launch.logs import LogView
 from polyturn.launch.losses import report
 from polyturn.launch.specs import RoleSpec
 from polyturn.launch.starter import LocalStarter
-from polyturn.launch.supervisor import DRIVER, Outcome, Patience, Supervisor
+from polyturn.launch.supervisor import Outcome, Patience, Supervisor
 from polyturn.metrics.run_folder import RunFolder
 from polyturn.processes.keeper import remove_scratch
+from polyturn.processes.role import DRIVER
 
 if TYPE_CHECKING:
     from polyturn.config.schema import Recipe

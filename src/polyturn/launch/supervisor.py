@@ -23,12 +23,9 @@ from polyturn.launch.losses import OWN_CODES, Blame, Loss, ended, root_cause
 from polyturn.launch.specs import RoleSpec, StartedRole, Starter
 from polyturn.processes.descendants import HAS_PROC, collect_orphans, descendants, end_descendants
 from polyturn.processes.endings import read_ending
-from polyturn.processes.role import read_address, role_environment
+from polyturn.processes.role import DRIVER, read_address, role_environment
 from polyturn.processes.shared_memory import SharedMemory
 from polyturn.processes.tasks import TaskSet
-
-DRIVER = "trainer-0"
-"""The role that saves and ends by itself when it is sent a SIGINT."""
 
 _TIDY_S = 5.0
 

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 from polyturn.config.schema import Recipe
 from polyturn.processes.heartbeat import Heartbeat
-from polyturn.processes.role import Role
+from polyturn.processes.role import DRIVER, Role
 
 if TYPE_CHECKING:
     from polyturn.trainer.ranks import ProcessRanks
 
-DRIVER = "trainer-0"
 JOIN_S = 600.0
 """For all ranks to load the model and meet."""
 

@@ -143,8 +143,10 @@ async def train(run: Run) -> Outcome:
     except StopRequested:
         stopped_by = run.stopping.requested
     finally:
-        await run.bridge.close()
-        await run.engine.stop()
+        try:
+            await run.bridge.close()
+        finally:
+            await run.engine.stop()
     export = partial(export_model, chat_template=chat_template(recipe))
     limit_s, what = recipe.trainer.step_deadline_s, f"the export of the model to {run.folder.export}"
     with run.place.waiting(what, limit_s):

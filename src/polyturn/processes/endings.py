@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
+
+from polyturn.processes.whole_file import write_whole
 
 
 def ending_words(code: int) -> str:
@@ -28,10 +29,7 @@ def ending_words(code: int) -> str:
 
 def write_ending(folder: Path, name: str, code: int) -> None:
     """Say in the run folder how the role `name` ended, for whoever is not its parent."""
-    target = _file(folder, name)
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    draft.write_text(json.dumps({"exit_code": code}), encoding="utf-8")
-    draft.replace(target)
+    write_whole(_file(folder, name), json.dumps({"exit_code": code}))
 
 
 def read_ending(folder: Path, name: str) -> int | None:

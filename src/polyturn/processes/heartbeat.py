@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from polyturn.processes.whole_file import write_whole
+
 _MOST_WAITS = 8
 _log = logging.getLogger(__name__)
 
@@ -103,10 +105,8 @@ class Heartbeat:
             num_waits=len(waits),
             waits=tuple(waits[:_MOST_WAITS]),
         )
-        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
-            draft.write_text(json.dumps(asdict(beat)), encoding="utf-8")
-            draft.replace(self._path)
+            write_whole(self._path, json.dumps(asdict(beat)))
         except OSError as error:
             if not self._complained:
                 _log.warning("%s can't be written (%s); the run goes on without it", self._path, error.strerror)

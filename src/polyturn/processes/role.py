@@ -16,9 +16,12 @@ from pathlib import Path
 
 from polyturn.errors import ConfigError
 from polyturn.processes.heartbeat import Heartbeat
+from polyturn.processes.whole_file import write_whole
 
 AGENT = "trainer-agent"
 """The role that starts and watches the trainer's ranks on a machine."""
+DRIVER = "trainer-0"
+"""The rank that drives a run: it saves and ends by itself when it is sent a SIGINT."""
 
 _NAME = re.compile(rf"{AGENT}|(trainer|engine|environment)-\d+")
 _FOLDER, _PEERS, _TOKEN = "POLYTURN_RUN_FOLDER", "POLYTURN_PEERS", "POLYTURN_RUN_TOKEN"
@@ -71,10 +74,7 @@ class Role:
 
     def announce(self, address: str) -> None:
         """Say that this role now serves at `address`."""
-        target = address_file(self.folder, self.name)
-        draft = target.with_name(f".{target.name}.{os.getpid()}")
-        draft.write_text(json.dumps({"address": address, "pid": os.getpid()}), encoding="utf-8")
-        draft.replace(target)
+        write_whole(address_file(self.folder, self.name), json.dumps({"address": address, "pid": os.getpid()}))
 
 
 def role_environment(folder: Path, peers: Mapping[str, Sequence[str]], token: str) -> dict[str, str]:

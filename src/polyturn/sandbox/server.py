@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import hmac
 import json
 import os
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 from polyturn.errors import DeadlineError, PolyturnError, UserError
 from polyturn.processes.deadlines import deadline
+from polyturn.processes.http_words import bears_token
 from polyturn.sandbox import protocol
 from polyturn.sandbox.base import Sandbox
 from polyturn.sandbox.local import LocalSandbox
@@ -82,7 +82,7 @@ class SandboxServer:
         try:
             async with deadline(REQUEST_S, "a request to arrive"):
                 method, path, headers = await _read_head(reader)
-                if not self._may(headers):
+                if not bears_token(headers.get("authorization"), self._token):
                     return 401, {"error": "the bearer token is missing or wrong"}
                 size = int(headers.get("content-length", "0"))
                 if size > protocol.MOST_BYTES:
@@ -103,10 +103,6 @@ class SandboxServer:
             for task in (answer, leaving):
                 task.cancel()
             await asyncio.gather(answer, leaving, return_exceptions=True)
-
-    def _may(self, headers: dict[str, str]) -> bool:
-        given = headers.get("authorization", "").encode()
-        return self._token is None or hmac.compare_digest(given, f"Bearer {self._token}".encode())
 
     async def _answer(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
         try:

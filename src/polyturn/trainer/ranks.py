@@ -48,6 +48,9 @@ class Ranks(Protocol):
     def hear(self) -> tuple[str, bytes]:
         """On the other ranks: the next word that is not `wait`, and its payload. Raises RankError."""
 
+    def leave(self) -> None:
+        """End the group, without waiting for anybody."""
+
 
 class Alone:
     """The group of a run with one rank."""
@@ -72,6 +75,9 @@ class Alone:
     def hear(self) -> tuple[str, bytes]:
         """Raises RankError: there is no driver but this rank."""
         raise RankError("a run with one rank has nobody to hear from")
+
+    def leave(self) -> None:
+        """There is no group."""
 
 
 class ProcessRanks:
@@ -99,10 +105,11 @@ class ProcessRanks:
         return cls(deadline_s=deadline_s, waiting=waiting)
 
     def leave(self) -> None:
-        """End the group, without waiting for anybody."""
+        """See `Ranks.leave`."""
         self._ended.set()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        with self._speaking:  # the group must not end under a word that is being said
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     def sum_in_place(self, tensors: Sequence[Tensor], what: str) -> None:
         """See `Ranks.sum_in_place`. Sent in buckets, so that many small tensors cost as little as few large ones."""
@@ -134,10 +141,8 @@ class ProcessRanks:
 
     def tell(self, word: str, payloads: Sequence[bytes] | None = None) -> None:
         """See `Ranks.tell`."""
-        with self._speaking, self._collective(f"{word!r} to be heard"):
-            for rank in range(1, self.size):
-                self._send(rank, word.encode())
-                self._send(rank, payloads[rank - 1] if payloads else b"")
+        with self._speaking:
+            self._say(word, payloads)
 
     def hear(self) -> tuple[str, bytes]:
         """See `Ranks.hear`."""
@@ -146,6 +151,12 @@ class ProcessRanks:
                 word, payload = self._receive().decode(), self._receive()
             if word != "wait":
                 return word, payload
+
+    def _say(self, word: str, payloads: Sequence[bytes] | None = None) -> None:
+        with self._collective(f"{word!r} to be heard"):
+            for rank in range(1, self.size):
+                self._send(rank, word.encode())
+                self._send(rank, payloads[rank - 1] if payloads else b"")
 
     def _send(self, rank: int, data: bytes) -> None:
         dist.send(torch.tensor([len(data)]), rank, group=self._group)
@@ -163,7 +174,10 @@ class ProcessRanks:
     def _keep_speaking(self) -> None:
         while not self._ended.wait(self._deadline_s / _WORDS_PER_DEADLINE):
             try:
-                self.tell("wait")
+                with self._speaking:
+                    if self._ended.is_set():
+                        return
+                    self._say("wait")
             except RankError:
                 return  # the next thing that the driver itself asks of the ranks says what is wrong
 

@@ -102,14 +102,16 @@ class Trainer:
         while True:
             word, payload = self._ranks.hear()
             if word == _END:
+                self._ranks.leave()
                 return
             if word != _TRAIN:
                 raise RankError(f"rank 0 said {word!r}, which no rank knows; all ranks must run the same version of Polyturn")
             self._train(from_bytes(payload))
 
     def end(self) -> None:
-        """On rank 0: let the others go."""
+        """On rank 0: let the others go. The trainer trains no more."""
         self._ranks.tell(_END)
+        self._ranks.leave()
 
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
         """Add the gradient of `batch` to the parameters, as one on-policy optimizer step would. Raises NonFiniteError."""

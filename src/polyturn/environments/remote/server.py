@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import socket as sockets
 
@@ -14,6 +13,7 @@ from polyturn.environments.remote.session import GRACE_S, HANDSHAKE_S, Session
 from polyturn.environments.remote.trajectories import Waiting, unnoted
 from polyturn.environments.remote.wire import MOST_BYTES, PATH
 from polyturn.errors import ConfigError, ResourceError
+from polyturn.processes.http_words import bears_token
 
 HOST = "127.0.0.1"
 
@@ -41,7 +41,7 @@ class EnvironmentServer:
         if not token:
             raise ConfigError(f"{name} has no token to ask requests for; give the run's token")
         self._environment = environment
-        self._token = token.encode()
+        self._token = token
         self._name = name
         self._waiting = waiting
         self._close_deadline_s = close_deadline_s
@@ -90,8 +90,7 @@ class EnvironmentServer:
         await runner.cleanup()
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, b"Bearer " + self._token):
+        if not bears_token(request.headers.get("Authorization"), self._token):
             return web.json_response({"error": "the token is missing or wrong"}, status=401)
         if self._runner is None:
             return web.json_response({"error": "it stops"}, status=503)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from polyturn.environments.rewards.chat_api import ChatApi
 from polyturn.errors import EnvironmentSetupError, ResourceError
 from polyturn.processes.deadlines import deadline
+from polyturn.processes.whole_file import write_whole
 
 T = TypeVar("T")
 FORMAT = 1
@@ -140,11 +141,9 @@ class CachedChat:
         if self._folder is None:
             return
         path = self._path(key)
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps({"said": said}), encoding="utf-8")
-            draft.replace(path)
+            write_whole(path, json.dumps({"said": said}))
         except OSError:
             self._folder = None
 

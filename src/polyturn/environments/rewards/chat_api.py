@@ -13,8 +13,8 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from polyturn.environments.http_words import is_loopback, pause_s
 from polyturn.errors import EnvironmentSetupError, ResourceError
+from polyturn.processes.http_words import is_loopback, pause_s
 from polyturn.processes.threads import in_thread
 
 MOST_BYTES = 1 << 20

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hmac
 import json
 import os
 import sys
@@ -21,6 +20,7 @@ from polyturn.environments.search.base import Passage
 from polyturn.environments.search.bm25 import Bm25
 from polyturn.environments.search.facts import BUILTIN, facts_index
 from polyturn.errors import EnvironmentSetupError, UserError
+from polyturn.processes.http_words import bears_token
 
 MOST_BYTES, MOST_QUERIES, MOST_RESULTS = 1 << 20, 256, 100
 
@@ -72,10 +72,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, answer)
 
     def _found(self) -> dict[str, Any]:
-        if self.server.token is not None:
-            given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self.server.token.encode()):
-                raise BadRequest(401, "the token is missing or wrong")
+        if not bears_token(self.headers.get("Authorization"), self.server.token):
+            raise BadRequest(401, "the token is missing or wrong")
         if self.path not in self.paths:
             raise BadRequest(404, f"there is no such path; there are {', '.join(self.paths)}")
         queries, k = _request(self._body(), self.paths[self.path])

@@ -11,9 +11,9 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from polyturn.environments.http_words import is_loopback, pause_s
 from polyturn.errors import DeadlineError, EnvironmentSetupError, MissingDependencyError, ResourceError
 from polyturn.processes.deadlines import deadline
+from polyturn.processes.http_words import is_loopback, pause_s
 
 MOST_BYTES = 16 << 20
 """Longest answer that is read."""

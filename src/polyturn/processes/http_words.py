@@ -1,7 +1,8 @@
-"""What the HTTP clients of environments and rewards read alike: a pause that a server asks for, a host that is this machine."""
+"""What HTTP clients and servers read alike: a pause that is asked for, a host that is this machine, a bearer token."""
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 
 
@@ -23,3 +24,13 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def bears_token(authorization: str | None, token: str | None) -> bool:
+    """Whether an `Authorization` header brings `token`; True where none is asked for. Takes equally long for all wrong ones.
+
+    >>> bears_token("Bearer secret", "secret"), bears_token("secret", "secret"), bears_token(None, None)
+    (True, False, True)
+    """
+    given = (authorization or "").encode("utf-8", "surrogateescape")
+    return token is None or hmac.compare_digest(given, f"Bearer {token}".encode())
