@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -57,6 +58,11 @@ def entry() -> NoReturn:
     """The installed command: runs `main` and ends the process with its exit code, whatever threads are left."""
     try:
         code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has seen enough, as `head` has. What is left to write has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
     except Exception:
         traceback.print_exc()
         code = 1

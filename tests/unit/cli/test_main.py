@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
-from parts.runs import run_python
+from parts.runs import child_environment, run_python
 from polyturn import __version__
 from polyturn.cli import train
 from polyturn.cli.main import VERBS, build_parser, main
@@ -190,3 +192,13 @@ def test_a_bug_of_ours_is_not_made_pretty(monkeypatch):
 def test_an_interrupt_is_130(monkeypatch, capsys):
     assert run_that_raises(monkeypatch, KeyboardInterrupt()) == 130
     assert capsys.readouterr().err == "polyturn: interrupted\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    argv = [sys.executable, "-m", "polyturn", "env", "list"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=child_environment()) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        run.stdout.close()
+        said = run.stderr.read()
+    assert (run.returncode, said) == (141, b"")
