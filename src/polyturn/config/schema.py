@@ -229,18 +229,32 @@ class RolloutSection(Section):
 class EngineSection(Section):
     """What generates."""
 
-    kind: Literal["hf", "hf_server"] = "hf"
-    """`hf`: transformers, in the driver's process; `hf_server`: the same in processes of its own, over HTTP."""
+    kind: Literal["hf", "hf_server", "vllm", "vllm_server"] = "hf"
+    """`hf`: transformers, in the driver's process; `vllm`: vLLM there; the `_server` kinds: the same in processes of their own."""
     num_servers: int = Field(default=1, gt=0)
-    """Servers of kind `hf_server`, each with a copy of the weights."""
+    """Servers that the run starts, each with a copy of the weights."""
+    urls: tuple[str, ...] = Field(default=(), strict=False)
+    """`vllm_server`: servers that others started, such as `http://10.0.0.5:8000`; empty: the run starts its own."""
     host: str = "127.0.0.1"
     """Address that servers listen on."""
     port: int | None = Field(default=None, gt=0, lt=65536)
     """Port of the first server, the next ones follow; null takes free ones."""
     devices: tuple[int, ...] | None = Field(default=None, strict=False)
     """GPUs of the servers, as numbers within `CUDA_VISIBLE_DEVICES`; null: the last ones."""
+    tensor_parallel_size: int = Field(default=1, gt=0)
+    """`vllm_server`: GPUs that share one server's weights."""
+    device: str | None = None
+    """`vllm`: its GPU, such as `cuda:1`; null: the trainer's."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, lt=1)
+    """Share of a GPU's memory that vLLM plans with; 0.9 on a GPU of its own, 0.3 beside the trainer."""
+    max_model_len: int | None = Field(default=None, gt=0)
+    """Longest prompt and completion together that vLLM makes room for; null: a whole trajectory."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of vLLM's weights; `auto`: that of the policy."""
+    extra_args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM, by the names of its engine arguments, such as `enforce_eager: true`."""
     start_deadline_s: float = Field(default=300.0, gt=0)
-    """Time until a server answers."""
+    """Time until an engine answers."""
     max_batch_size: int = Field(default=256, gt=0)
     """Requests that share one forward pass."""
     deterministic: bool = False
@@ -351,8 +365,9 @@ class TrainerSection(Section):
 class WeightSyncSection(Section):
     """How the engine gets the trainer's weights."""
 
-    mode: Literal["auto", "in_process", "nccl"] = "auto"
-    """`in_process`: copied inside the driver; `nccl`: sent to servers over a process group (gloo on CPUs)."""
+    mode: Literal["auto", "in_process", "single_copy", "nccl", "lora", "restart"] = "auto"
+    """`in_process`: copied inside the driver; `single_copy`: the trainer's weights are views of the engine's; `nccl`: sent to servers
+    over a process group (gloo on CPUs); `lora`: adapters as files; `restart`: the servers start anew from saved weights."""
     every_steps: int = Field(default=1, gt=0)
     """Push every N steps; above 1 the engine lags openly, and old log-probabilities account for it."""
     verify_every: int = Field(default=25, gt=0)
