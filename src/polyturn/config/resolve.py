@@ -29,6 +29,9 @@ _LORA_LEARNING_RATE = 1e-5
 _ROW_TOKENS = 1024
 _GPU_ROW_TOKENS = 8192
 _WARMUP_STEPS = 10
+_OWN_GPU, _SHARED_GPU = 0.9, 0.3
+_VLLM_KEYS = ("urls", "tensor_parallel_size", "device", "gpu_memory_utilization", "max_model_len", "dtype", "extra_args")
+"""Settings that only vLLM has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,7 @@ def resolve(recipe: Recipe, *, num_train_tasks: int | None, on_gpu: bool = False
     reasons: dict[str, str] = {}
     problems: list[str] = list(_refusals(recipe))
     row_tokens = partial(_row_tokens, usual=_GPU_ROW_TOKENS if on_gpu else _ROW_TOKENS)
-    for derive in (_length, _tasks, _learning_rate, _master_weights, row_tokens, _warmup, _weight_sync, _loss):
+    for derive in (_length, _tasks, _learning_rate, _master_weights, row_tokens, _warmup, _engine, _weight_sync, _loss):
         try:
             recipe = derive(recipe, num_train_tasks, reasons)
         except ConfigError as error:
@@ -97,8 +100,13 @@ def _refusals(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.engine.deterministic and recipe.engine.kind != "hf":
         yield (
-            f"engine.deterministic=true: a server forms its batches by arrival (engine.kind={recipe.engine.kind}); "
+            f"engine.deterministic=true: batches are formed by arrival with engine.kind={recipe.engine.kind}; "
             "use engine.kind=hf, or remove it"
+        )
+    if recipe.engine.kind == "vllm" and trainer.num_ranks > 1:
+        yield (
+            f"engine.kind=vllm with trainer.num_ranks={trainer.num_ranks}: vLLM in the driver's process goes with one rank; "
+            "use engine.kind=vllm_server, or trainer.num_ranks=1"
         )
     yield from _adapter_refusals(recipe)
     if trainer.optimizer_steps_per_batch > rollout.groups_per_step:
@@ -253,18 +261,62 @@ def _warmup(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]
     return recipe
 
 
+def _engine(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
+    """Share of memory and longest context of vLLM; settings of vLLM with another engine are refused."""
+    engine = recipe.engine
+    if not engine.kind.startswith("vllm"):
+        usual = type(engine)()
+        for key in _VLLM_KEYS:
+            if getattr(engine, key) != getattr(usual, key):
+                raise ConfigError(
+                    f"engine.{key}={getattr(engine, key)} is a setting of vLLM, and engine.kind={engine.kind}; remove it, or "
+                    "use engine.kind=vllm or vllm_server"
+                )
+        return recipe
+    found: dict[str, Any] = {}
+    if engine.gpu_memory_utilization is None:
+        beside = engine.kind == "vllm" and engine.device is None
+        found["gpu_memory_utilization"] = _SHARED_GPU if beside else _OWN_GPU
+        reasons["engine.gpu_memory_utilization"] = "the trainer is on the same GPU" if beside else "the GPU is its own"
+    longest = recipe.rollout.max_trajectory_tokens
+    if engine.max_model_len is None:
+        found["max_model_len"] = longest
+        reasons["engine.max_model_len"] = f"a whole trajectory, of rollout.max_trajectory_tokens={longest}"
+    elif engine.max_model_len < longest:
+        raise ConfigError(
+            f"engine.max_model_len={engine.max_model_len}: vLLM must hold a whole trajectory, of "
+            f"rollout.max_trajectory_tokens={longest}; set engine.max_model_len={longest}, or "
+            f"rollout.max_trajectory_tokens={engine.max_model_len}"
+        )
+    return _with(recipe, "engine", **found)
+
+
 def _weight_sync(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
     """How the weights reach the engine follows from where it is; what can't reach it is refused."""
     kind, mode = recipe.engine.kind, recipe.weight_sync.mode
-    fits, where = ("in_process", "in the driver's process") if kind == "hf" else ("nccl", "in processes of its own")
+    fits, why = _ways_to_sync(recipe)
     if mode == "auto":
-        reasons["weight_sync.mode"] = f"the engine is {where} (engine.kind={kind})"
-        return _with(recipe, "weight_sync", mode=fits)
-    if mode != fits:
+        reasons["weight_sync.mode"] = f"{why} (engine.kind={kind})"
+        return _with(recipe, "weight_sync", mode=fits[0])
+    if mode not in fits:
         raise ConfigError(
-            f"weight_sync.mode={mode} can't reach an engine that is {where} (engine.kind={kind}); use {fits}, or auto"
+            f"weight_sync.mode={mode} can't be had where {why} (engine.kind={kind}); use {' or '.join(fits)}, or auto"
         )
     return recipe
+
+
+def _ways_to_sync(recipe: Recipe) -> tuple[tuple[str, ...], str]:
+    """The modes that fit the engine, the usual one first, and what they follow from."""
+    engine = recipe.engine
+    if engine.kind == "hf":
+        return ("in_process",), "the engine is in the driver's process"
+    if engine.kind != "vllm":
+        return ("nccl",), "the engine is in processes of its own"
+    if engine.device is not None:
+        return ("in_process",), "the engine is in the driver's process, on a GPU of its own"
+    if engine.dtype not in ("auto", recipe.model.dtype):
+        return ("in_process",), f"the engine has weights of another type, engine.dtype={engine.dtype}"
+    return ("single_copy", "in_process"), "the engine is in the driver's process, on the trainer's GPU"
 
 
 def _loss(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:

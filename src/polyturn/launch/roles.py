@@ -22,7 +22,7 @@ _SECRET = re.compile(r"(key|token|secret|passw\w*|credentials?)(_|$)", re.IGNORE
 
 def needs_processes(recipe: Recipe) -> bool:
     """Whether a run has more than one process."""
-    return recipe.engine.kind != "hf" or recipe.trainer.num_ranks > 1 or recipe.environment.num_processes > 0
+    return recipe.engine.kind.endswith("_server") or recipe.trainer.num_ranks > 1 or recipe.environment.num_processes > 0
 
 
 def role_specs(

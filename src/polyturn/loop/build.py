@@ -16,6 +16,8 @@ from polyturn.config.schema import Recipe, filled
 from polyturn.engine.base import Engine
 from polyturn.engine.hf import HfEngine
 from polyturn.engine.http import HttpEngine
+from polyturn.engine.vllm import VllmEngine
+from polyturn.engine.vllm_core import VllmSettings
 from polyturn.environments.base import Environment
 from polyturn.errors import ConfigError, ModelError
 from polyturn.loop.check import chat_template, refuse_short_context
@@ -35,6 +37,7 @@ from polyturn.trainer.trainer import Trainer
 from polyturn.weight_sync.base import WeightBridge, WholeWeights
 from polyturn.weight_sync.in_process import InProcessBridge
 from polyturn.weight_sync.nccl import NcclBridge
+from polyturn.weight_sync.single_copy import SingleCopyBridge
 
 Say: TypeAlias = Callable[[str], None]
 
@@ -63,8 +66,8 @@ class Policy:
     renderer: Renderer
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto` is a GPU where there is one, the rank's own of several ranks. Raises ConfigError for a device that isn't there."""
+def choose_device(name: str, key: str = "trainer.device") -> torch.device:
+    """The device that `key` names; `auto` is a GPU where there is one, the rank's own of several ranks. Raises ConfigError."""
     if name == "auto":
         if not torch.cuda.is_available():
             return torch.device("cpu")
@@ -73,11 +76,9 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"trainer.device={name!r} is no device; use auto, cpu, cuda or cuda:N") from error
+        raise ConfigError(f"{key}={name!r} is no device; use auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise ConfigError(
-            f"trainer.device={name} but this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu"
-        )
+        raise ConfigError(f"{key}={name} but this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu")
     return device
 
 
@@ -165,6 +166,23 @@ def build_engine(recipe: Recipe, model: torch.nn.Module, *, linger_s: float = 0.
     return HfEngine(model, max_batch_size=recipe.engine.max_batch_size, pad_id=pad_id, linger_s=linger_s)
 
 
+def build_vllm_engine(recipe: Recipe, folder: Path, *, device: torch.device) -> VllmEngine:
+    """The `vllm` engine with the model of `folder`, on its own GPU or on `device`, the policy's. Raises ConfigError."""
+    engine, model = recipe.engine, recipe.model
+    place = device if engine.device is None else choose_device(engine.device, "engine.device")
+    settings = VllmSettings(
+        folder=folder,
+        dtype=model.dtype if engine.dtype == "auto" else engine.dtype,
+        max_model_len=filled(engine.max_model_len),
+        max_num_seqs=engine.max_batch_size,
+        gpu_memory_utilization=filled(engine.gpu_memory_utilization),
+        device=str(place),
+        seed=recipe.run.seed,
+        extra=engine.extra_args,
+    )
+    return VllmEngine(settings, start_deadline_s=engine.start_deadline_s)
+
+
 def build_trainer(recipe: Recipe, model: torch.nn.Module, ranks: Ranks | None = None) -> Trainer:
     """The trainer of a resolved recipe, or one rank of it."""
     trainer, master_weights = recipe.trainer, recipe.trainer.master_weights
@@ -200,8 +218,8 @@ def _reference(recipe: Recipe, model: torch.nn.Module) -> torch.nn.Module:
     return frozen.cpu() if recipe.trainer.reference_device == "cpu" else frozen
 
 
-def build_engine_and_bridge(recipe: Recipe, trainer: Trainer, place: Place) -> tuple[Engine, WeightBridge]:
-    """An engine with a copy of the policy, in this process or at its peers, and the bridge that keeps the copy up to date."""
+def build_engine_and_bridge(recipe: Recipe, policy: Policy, trainer: Trainer, place: Place) -> tuple[Engine, WeightBridge]:
+    """An engine with the policy, in this process or at its peers, and the bridge that keeps it up to date."""
     sync = recipe.weight_sync
     if recipe.engine.kind == "hf":
         engine = build_engine(recipe, copy_for_sampling(trainer.model))
@@ -212,6 +230,8 @@ def build_engine_and_bridge(recipe: Recipe, trainer: Trainer, place: Place) -> t
             verify_every=sync.verify_every,
             deadline_s=sync.deadline_s,
         )
+    if recipe.engine.kind == "vllm":
+        return _vllm_and_bridge(recipe, policy, trainer)
     urls, token = place.role.peers["engine"], place.role.token
     served = HttpEngine(
         urls,
@@ -228,6 +248,14 @@ def build_engine_and_bridge(recipe: Recipe, trainer: Trainer, place: Place) -> t
         deadline_s=sync.deadline_s,
         on_confirmed=served.confirmed,
     )
+
+
+def _vllm_and_bridge(recipe: Recipe, policy: Policy, trainer: Trainer) -> tuple[Engine, WeightBridge]:
+    sync = recipe.weight_sync
+    vllm = build_vllm_engine(recipe, policy.folder, device=next(trainer.model.parameters()).device)
+    if sync.mode == "single_copy":
+        return vllm, SingleCopyBridge(trainer.model, vllm, deadline_s=sync.deadline_s)
+    return vllm, InProcessBridge(trainer.weights, vllm, verify_every=sync.verify_every, deadline_s=sync.deadline_s)
 
 
 def quiet_libraries() -> None:

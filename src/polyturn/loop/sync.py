@@ -101,7 +101,7 @@ async def build_run(
     stream = open_stream(recipe, checked.train_tasks)
     refuse_hidden_tools(checked.environment, checked.train_tasks, policy.renderer)
     trainer = build_trainer(recipe, policy.model, place.join_ranks(recipe))
-    engine, bridge = build_engine_and_bridge(recipe, trainer, place)
+    engine, bridge = build_engine_and_bridge(recipe, policy, trainer, place)
     return Run(
         checked=checked,
         folder=folder,

@@ -227,8 +227,8 @@ def test_the_engine_has_weights_of_its_own(bench, monkeypatch):
     built = []
     whole = sync.build_engine_and_bridge
 
-    def remember(recipe, trainer, place):
-        built.append((trainer, *whole(recipe, trainer, place)))
+    def remember(recipe, policy, trainer, place):
+        built.append((trainer, *whole(recipe, policy, trainer, place)))
         return built[-1][1:]
 
     monkeypatch.setattr(sync, "build_engine_and_bridge", remember)

@@ -1,0 +1,204 @@
+"""vLLM inside this process: built, stepped and read by the one thread that calls it. Knows no asyncio.
+
+Only what vLLM offers from outside is used, nothing in it is replaced. Its core is asked for new tokens directly: its own layer
+above that collects text, which nobody here wants, at the price of a third of the time between two tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyturn.engine import vllm_plain
+from polyturn.engine.vllm_weights import named_views
+from polyturn.errors import EngineError, MissingDependencyError
+from polyturn.types import SamplingParams
+
+SUPPORTED = "0.26 to 0.32"
+"""Versions of vLLM that this was tried with."""
+_SET = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+"""What must be so for an engine in this process."""
+_USUAL = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    # Nothing of it need be reached from another machine.
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    # On a CPU: GiB of keys and values; and the trainer's threads stay where they are.
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """What an engine in this process is built with."""
+
+    folder: Path
+    """A model folder of transformers."""
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    """Requests that are computed at once."""
+    gpu_memory_utilization: float
+    device: str
+    """`cpu`, `cuda` or `cuda:N`."""
+    seed: int = 0
+    extra: Mapping[str, Any] | None = None
+    """Further engine arguments of vLLM, which win."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """New tokens of one request; `finish` is how it ended, None while it goes on."""
+
+    key: str
+    ids: list[int]
+    logprobs: list[float]
+    finish: str | None
+
+
+class VllmCore:
+    """One engine. Everything is called by one thread. Raises MissingDependencyError, EngineError."""
+
+    def __init__(self, settings: VllmSettings) -> None:
+        prepare_process()
+        try:
+            from vllm import EngineArgs
+            from vllm.v1.engine.llm_engine import LLMEngine
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"engine.kind=vllm needs vLLM ({SUPPORTED}), which can't be imported ({error}); pip install 'polyturn[vllm]'"
+            ) from error
+        device = torch.device(settings.device)
+        if device.type == "cpu":
+            vllm_plain.register()
+        elif device.index is not None:
+            torch.cuda.set_device(device)
+        arguments = self._arguments(settings, device)
+        try:
+            self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            self._core: Any = self._engine.engine_core
+            self._tasks = self._engine.get_supported_tasks()
+            (self.model,) = self._engine.apply_model(lambda model: model)
+        except TypeError as error:
+            raise EngineError(f"this version of vLLM takes other arguments ({error}); known to work: {SUPPORTED}") from error
+        config = self._engine.vllm_config
+        self.max_model_len = int(config.model_config.max_model_len)
+        self.vocab_size = int(config.model_config.get_vocab_size())
+        self._tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
+        self._open: set[str] = set()
+
+    @staticmethod
+    def _arguments(settings: VllmSettings, device: torch.device) -> dict[str, Any]:
+        arguments: dict[str, Any] = {
+            "model": str(settings.folder),
+            "skip_tokenizer_init": True,
+            "dtype": settings.dtype,
+            "max_model_len": settings.max_model_len,
+            "max_num_seqs": settings.max_num_seqs,
+            "seed": settings.seed,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
+        if device.type == "cpu":
+            arguments |= {"quantization": vllm_plain.NAME, "enforce_eager": True}
+        else:
+            arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+        return arguments | dict(settings.extra or {})
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._open)
+
+    def add(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> str:
+        """Take a request in, and return the name under which its tokens come. Raises ValueError for one vLLM refuses."""
+        from vllm import SamplingParams as VllmSampling
+        from vllm.sampling_params import RequestOutputKind
+
+        asked = VllmSampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed % (1 << 63),
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=list(sampling.stop_ids),
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = {"type": "token", "prompt_token_ids": list(prompt_ids)}
+        processor = self._engine.input_processor
+        request = processor.process_inputs("polyturn", prompt, asked, supported_tasks=self._tasks)
+        processor.assign_request_id(request)
+        self._core.add_request(request)
+        self._open.add(request.request_id)
+        return str(request.request_id)
+
+    def abort(self, keys: list[str]) -> None:
+        """Drop requests; those that are finished or unknown are left alone."""
+        known = [key for key in keys if key in self._open]
+        self._open.difference_update(known)
+        self._core.abort_requests(known)
+
+    def step(self) -> list[Sampled]:
+        """Compute one token for everybody whose turn it is."""
+        found = []
+        for output in self._core.get_output().outputs:
+            if output.request_id not in self._open:
+                continue
+            finish = None if output.finish_reason is None else str(output.finish_reason)
+            if finish is not None:
+                self._open.discard(output.request_id)
+            logprobs = [] if output.new_logprobs is None else [float(row[0]) for row in output.new_logprobs.logprobs]
+            found.append(Sampled(output.request_id, list(output.new_token_ids), logprobs, finish))
+        return found
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights by the names of transformers, as views. Raises EngineError."""
+        return named_views(self.model, tied=self._tied)
+
+    def forget(self) -> None:
+        """Drop the keys and values of prompts that were kept for later. Raises EngineError if vLLM will not."""
+        if not self._core.reset_prefix_cache():
+            raise EngineError("vLLM did not drop its prefix cache after the weights changed; it would answer from old ones")
+
+    def close(self) -> None:
+        """Give back memory and process groups."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self._core.shutdown()
+        del self.model, self._core, self._engine
+        cleanup_dist_env_and_memory()
+
+
+def prepare_process() -> None:
+    """Set what vLLM reads from the environment, and give it a process group that no other process can reach.
+
+    Raises EngineError for a variable that says the opposite of what is needed.
+    """
+    for name, value in _SET.items():
+        if os.environ.setdefault(name, value) != value:
+            raise EngineError(
+                f"{name}={os.environ[name]} in the environment: an engine in this process needs {value}; unset it"
+            )
+    for name, value in _USUAL.items():
+        os.environ.setdefault(name, value)
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

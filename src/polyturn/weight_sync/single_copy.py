@@ -1,0 +1,98 @@
+"""The `single_copy` bridge: the trainer's parameters are views of the engine's tensors, in one process.
+
+The first push copies the trainer's values into the engine's tensors and lets every parameter be a view of them; from then on
+the optimizer's step is the push. What is left to do is to forget keys and values of older weights, and to stamp the version.
+Gradients, float32 copies and the optimizer's state stay the trainer's own.
+
+Nothing may be generated while the optimizer steps. The synchronous loop sees to that: it trains when all trajectories are back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from polyturn.errors import PolyturnError, WeightSyncError
+from polyturn.processes.deadlines import deadline
+from polyturn.weight_sync.base import check_coverage
+
+
+class SharedTarget(Protocol):
+    """An engine in this process that lets others have its tensors."""
+
+    async def change_weights(self, change: Callable[[Mapping[str, Tensor]], None], version: int) -> int:
+        """Call `change` with every weight by name while nobody is answered; return the version now served."""
+
+
+class SingleCopyBridge:
+    """Lets the parameters of `model` be views of the engine's tensors, which then are the only copy."""
+
+    def __init__(self, model: torch.nn.Module, target: SharedTarget, *, deadline_s: float) -> None:
+        self._model = model
+        self._target = target
+        self._deadline_s = deadline_s
+        self._shared = False
+
+    async def push(self, version: int) -> None:
+        """See `WeightBridge.push`."""
+        change = self._check if self._shared else self._share
+        try:
+            async with deadline(self._deadline_s, f"weight push {version} to the engine in this process"):
+                confirmed = await self._target.change_weights(change, version)
+        except PolyturnError:
+            raise
+        except Exception as error:
+            raise WeightSyncError(f"weight push {version} failed: {type(error).__name__}: {error}") from error
+        if confirmed != version:
+            raise WeightSyncError(f"weight push {version} was not confirmed: the engine serves version {confirmed}")
+        self._shared = True
+
+    async def close(self) -> None:
+        """Nothing to give back: the parameters keep the tensors alive for as long as somebody needs them."""
+
+    @torch.no_grad()
+    def _share(self, own: Mapping[str, Tensor]) -> None:
+        """Make the trainer's parameters views of `own`. Raises WeightSyncError before anything has changed."""
+        check_coverage(self._model.state_dict(), own)
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            theirs = own[name]
+            if (theirs.dtype, theirs.device) != (parameter.dtype, parameter.device):
+                raise WeightSyncError(
+                    f"{name} is {parameter.dtype} on {parameter.device} in the trainer and {theirs.dtype} on {theirs.device} "
+                    "in the engine, so there can't be one copy of it; use weight_sync.mode=in_process, or the same for both"
+                )
+        self._refuse_other_ties(own)
+        for name, parameter in self._model.named_parameters():
+            own[name].copy_(parameter)
+            parameter.data = own[name]
+
+    def _refuse_other_ties(self, own: Mapping[str, Tensor]) -> None:
+        """Raise WeightSyncError unless what is one tensor in the trainer is one in the engine, and the other way round."""
+        trainers = {name: parameter.data_ptr() for name, parameter in self._model.named_parameters(remove_duplicate=False)}
+        ours, theirs = _groups(trainers), _groups({name: own[name].data_ptr() for name in trainers})
+        if ours != theirs:
+            differing = sorted(min(group) for group in ours ^ theirs)
+            raise WeightSyncError(
+                f"{differing[0]} shares its tensor with another name on one side and not on the other (tied embeddings), so "
+                "there can't be one copy of it; use weight_sync.mode=in_process"
+            )
+
+    def _check(self, own: Mapping[str, Tensor]) -> None:
+        """Raise WeightSyncError unless every parameter is still the engine's tensor."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.data_ptr() != own[name].data_ptr():
+                raise WeightSyncError(
+                    f"{name} is no view of the engine's tensor any more: something gave the trainer's model new tensors, and "
+                    "the engine would go on with the old ones"
+                )
+
+
+def _groups(places: Mapping[str, int]) -> set[frozenset[str]]:
+    """Names that share a place."""
+    by_place: dict[int, set[str]] = {}
+    for name, place in places.items():
+        by_place.setdefault(place, set()).add(name)
+    return {frozenset(names) for names in by_place.values()}
