@@ -7,20 +7,21 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 
-def describe_machine() -> dict[str, Any]:
-    """Device, versions, date and commit."""
+def describe_machine(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
+    """Device, versions of `packages`, date and commit."""
     return {
         "date": datetime.date.today().isoformat(),
         "commit": os.environ.get("POLYTURN_COMMIT") or _commit(),
         "device": _device(),
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "versions": {name: importlib.metadata.version(name) for name in packages},
     }
 
 

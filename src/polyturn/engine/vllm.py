@@ -237,7 +237,9 @@ class _Thread:
             wanted = self._changes.popleft()
             self._mixed = f"a weight update to version {wanted.version} did not complete"
             try:
+                self._core.settle()
                 wanted.change(self.weights)
+                self._core.settle()
                 self._core.forget()
             except Exception as error:
                 self._tell([(wanted.done, None, error)])

@@ -98,6 +98,7 @@ class VllmCore:
         self.vocab_size = int(config.model_config.get_vocab_size())
         self._tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
         self._open: set[str] = set()
+        self._device, self._on_gpu = device, device.type == "cuda"
 
     @staticmethod
     def _arguments(settings: VllmSettings, device: torch.device) -> dict[str, Any]:
@@ -113,7 +114,8 @@ class VllmCore:
             "use_tqdm_on_load": False,
         }
         if device.type == "cpu":
-            arguments |= {"quantization": vllm_plain.NAME, "enforce_eager": True}
+            # There vLLM can't take a request's seed back when it has computed a part of its prompt only.
+            arguments |= {"quantization": vllm_plain.NAME, "enforce_eager": True, "enable_chunked_prefill": False}
         else:
             arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
         return arguments | dict(settings.extra or {})
@@ -171,6 +173,11 @@ class VllmCore:
     def weights(self) -> dict[str, Tensor]:
         """All weights by the names of transformers, as views. Raises EngineError."""
         return named_views(self.model, tied=self._tied)
+
+    def settle(self) -> None:
+        """Wait for the GPU: whoever writes the weights works on another stream than vLLM, which reads them."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
 
     def forget(self) -> None:
         """Drop the keys and values of prompts that were kept for later. Raises EngineError if vLLM will not."""

@@ -193,7 +193,8 @@ async def train_step(run: Run, step: int) -> None:
         with spans.span("push"):
             await push(run)
     metrics |= rollout_metrics(groups, report, batches) | spans.take()
-    metrics["tokens_per_s"] = metrics["num_tokens"] / (time.perf_counter() - start)
+    metrics["time/step_s"] = time.perf_counter() - start
+    metrics["tokens_per_s"] = metrics["num_tokens"] / metrics["time/step_s"]
     metrics["policy_version"] = run.engine.policy_version
     metrics["optimizer_step"] = run.trainer.optimizer_step
     run.log.write(step, metrics)
