@@ -79,6 +79,15 @@ class Owner:
     environment: str
 
 
+def held_files(process: Path) -> set[str]:
+    """What a process has open; some of it may be closed meanwhile."""
+    found = set()
+    for link in (process / "fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.add(str(link.readlink()))
+    return found
+
+
 def answers(port: int) -> bool:
     """Whether anybody takes a connection."""
     with socket.socket() as probe:
@@ -92,8 +101,7 @@ def listeners(port: int) -> Iterator[Owner]:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
-                held = {str(link.readlink()) for link in (folder / "fd").iterdir()}
-                if held & {f"socket:[{inode}]" for inode in inodes}:
+                if any(f"socket:[{inode}]" in held_files(folder) for inode in inodes):
                     yield Owner(
                         cmdline=f"{folder.name}: {(folder / 'cmdline').read_bytes().decode()}",
                         parent=int((folder / "stat").read_text().rpartition(")")[2].split()[1]),

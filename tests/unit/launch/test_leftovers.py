@@ -36,7 +36,8 @@ def test_a_process_with_the_mark_of_the_run_is():
     with subprocess.Popen(
         [sys.executable, "-c", LISTENER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
     ) as child:
-        assert child.stdin is not None and child.stdout is not None
+        assert child.stdin is not None
+        assert child.stdout is not None
         port = int(child.stdout.readline())
         (found,) = own_listeners(port)
         assert found.startswith(f"{child.pid}:")
