@@ -70,6 +70,45 @@ def trainer(*actions: str, needs: tuple[str, ...] = ("engine-0",), **more: Any) 
     return stub("trainer-agent", *actions, needs=needs, members=("trainer-0",), **more)
 
 
+@dataclass(frozen=True)
+class Owner:
+    """A process that holds a socket."""
+
+    cmdline: str
+    parent: int
+    environment: str
+
+
+def held_files(process: Path) -> set[str]:
+    """What a process has open; some of it may be closed meanwhile."""
+    found = set()
+    for link in (process / "fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.add(str(link.readlink()))
+    return found
+
+
+def answers(port: int) -> bool:
+    """Whether anybody takes a connection."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def listeners(port: int) -> Iterator[Owner]:
+    """The processes that listen at `port` of any IPv4 address."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    inodes = {line[9] for line in lines if line[3] == "0A" and int(line[1].rpartition(":")[2], 16) == port}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                if any(f"socket:[{inode}]" in held_files(folder) for inode in inodes):
+                    yield Owner(
+                        cmdline=f"{folder.name}: {(folder / 'cmdline').read_bytes().decode()}",
+                        parent=int((folder / "stat").read_text().rpartition(")")[2].split()[1]),
+                        environment=(folder / "environ").read_bytes().decode(errors="replace"),
+                    )
+
+
 class StubRun:
     """One run: start it, look at it, wait for its end; then nothing of it may be left."""
 
@@ -132,10 +171,19 @@ class StubRun:
         eventually(lambda: not self.left(), f"the end of {self.left()}")
         for path in self.folder.roles.glob("*.json"):
             port = int(json.loads(path.read_text())["address"].rpartition(":")[2])
-            with socket.socket() as probe:
-                assert probe.connect_ex(("127.0.0.1", port)) != 0, f"somebody still listens for {path.stem}"
+            assert self.own_listeners(port) == [], f"somebody still listens for {path.stem}"
         assert list(self.temporary.iterdir()) == [], "files outside of the run folder"
         assert [path for path in Path("/dev/shm").iterdir() if self.mark in path.name] == []
+
+    def own_listeners(self, port: int) -> list[str]:
+        """Who listens at `port` and may be of this run. Ports are given out anew at once, so others may be there already.
+
+        Others have a parent that lives, and not the mark; what a run left behind has lost its parents.
+        """
+        owners = list(listeners(port)) if answers(port) else []
+        if not owners:
+            return ["nobody that can be found"] if answers(port) else []
+        return [owner.cmdline for owner in owners if owner.parent == 1 or f"{MARK}={self.mark}" in owner.environment]
 
     def left(self) -> list[str]:
         """Whoever has the mark of this run in its environment."""
