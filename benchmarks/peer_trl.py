@@ -1,15 +1,16 @@
-"""A training step of TRL's GRPOTrainer and of Polyturn, side by side on one GPU, and raw vLLM on the same prompts.
+"""A training step of TRL's GRPOTrainer and of Polyturn, side by side on one GPU, and vLLM alone on the same prompts.
 
 python benchmarks/peer_trl.py --out benchmarks/results/peer_trl.json
 
 Same GPU, SmolLM2-135M-Instruct, 4,096 sums, chat template, sampling (temperature 1, at most 256 tokens), vLLM in the
-trainer's process at 0.3 of the GPU, 64 prompts x 8 completions a step, learning rate 1e-5. Each of the three runs in a process
-of its own, one after the other; the first --warmup steps are left out of medians. TRL as it comes: float32 weights under a
-bfloat16 autocast, eight micro-batches of 64. Polyturn: bfloat16 weights that vLLM and the trainer share, float32 masters.
+trainer's process at 0.3 of the GPU, 64 prompts x 8 completions a step, learning rate 1e-5. Each system runs in a process of its
+own, one after the other; the first --warmup steps are left out of medians. TRL as it comes: float32 weights under a bfloat16
+autocast, eight micro-batches of 64. Polyturn: bfloat16 weights that vLLM and the trainer share, float32 masters.
 
 What is compared: seconds a step (rollout, train, push), completion tokens, reward, and the peak of PyTorch's allocator over
 the measured steps, in all and without vLLM's pool of keys and values. Polyturn leaves out groups without any advantage, TRL
-computes them: `trained_tokens` says how much. Raw vLLM generates for the untrained policy: prompts one by one, and with n=8.
+computes them: `trained_tokens` says how much. `raw` is Polyturn's engine before the training, driven by vLLM's own loop, with
+the untrained policy; completions get shorter as the policy learns.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-PARTS = ("raw", "trl", "polyturn")
+PARTS = ("polyturn", "trl")
 
 
 def sums(count: int = 4096) -> list[dict[str, str]]:
@@ -99,34 +100,33 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def raw(model: Path, steps: int) -> dict[str, Any]:
-    """The prompts of some steps, by vLLM alone."""
+def raw(core: Any, model: Path, rounds: int) -> list[dict[str, Any]]:
+    """The prompts of some steps, by the engine's own loop, with nothing else in the process."""
     from transformers import AutoTokenizer
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    llm = LLM(str(model), gpu_memory_utilization=SHARE, max_model_len=CONTEXT, max_num_seqs=PROMPTS * SIBLINGS,
-              max_num_batched_tokens=4096, logprobs_mode="processed_logprobs")  # fmt: skip
+    tokenizer, engine = AutoTokenizer.from_pretrained(model), core._engine
+    sampling = SamplingParams(
+        temperature=1.0, max_tokens=MOST_TOKENS, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+        ignore_eos=True, stop_token_ids=[tokenizer.eos_token_id],
+    )  # fmt: skip
     rows, found = sums(), []
-    for step in range(max(4, steps // 2)):
-        asked = rows[step * PROMPTS : (step + 1) * PROMPTS]
-        prompts = [
-            {"prompt_token_ids": list(tokenizer.apply_chat_template(
-                [{"role": "user", "content": row["question"]}], add_generation_prompt=True, return_dict=False))}
-            for row in asked
-        ]  # fmt: skip
-        line: dict[str, Any] = {"step": step}
-        for name, several, count in (("one_by_one", prompts * SIBLINGS, 1), ("n", prompts, SIBLINGS)):
-            sampling = SamplingParams(n=count, temperature=1.0, max_tokens=MOST_TOKENS, logprobs=0, detokenize=False)
-            llm.reset_prefix_cache()
-            synchronize()
-            began = time.perf_counter()
-            outputs = llm.generate(several, sampling, use_tqdm=False)
-            line[f"{name}_s"] = round(time.perf_counter() - began, 4)
-            line[f"{name}_tokens"] = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
-        found.append(line)
-        print(json.dumps(line), flush=True)
-    return {"steps": found}
+    for number in range(rounds):
+        asked = rows[number * PROMPTS : (number + 1) * PROMPTS]
+        talks = [[{"role": "user", "content": row["question"]}] for row in asked]
+        prompts = [tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False) for talk in talks]
+        synchronize()
+        began = time.perf_counter()
+        for index, prompt in enumerate([prompt for prompt in prompts for _ in range(SIBLINGS)]):
+            engine.add_request(f"{number}-{index}", {"type": "token", "prompt_token_ids": list(prompt)}, sampling)
+        tokens = 0
+        while engine.has_unfinished_requests():
+            tokens += sum(len(output.outputs[0].token_ids) for output in engine.step() if output.finished)
+        found.append({"step": number, "rollout_s": time.perf_counter() - began, "completion_tokens": tokens})
+        engine.reset_prefix_cache()
+        print(json.dumps(found[-1]), flush=True)
+    return found
 
 
 def trl(model: Path, steps: int) -> dict[str, Any]:
@@ -211,7 +211,12 @@ def polyturn(model: Path, steps: int) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp())
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums()))
     (folder / "recipe.yaml").write_text(json.dumps(_recipe(folder, model, steps, on_gpu=torch.cuda.is_available())))
-    pool, close, push = [], VllmCore.close, SingleCopyBridge.push
+    pool, by_itself = [], []
+    build, close, push = VllmCore.__init__, VllmCore.close, SingleCopyBridge.push
+
+    def build_and_try(core: Any, settings: Any) -> None:
+        build(core, settings)
+        by_itself.extend(raw(core, model, rounds=8))
 
     def close_and_tell(core: Any) -> None:
         pool.append(pool_bytes())
@@ -222,7 +227,8 @@ def polyturn(model: Path, steps: int) -> dict[str, Any]:
         if version == 1:
             reset_peak()
 
-    VllmCore.close, SingleCopyBridge.push = close_and_tell, push_and_reset  # type: ignore[method-assign]
+    VllmCore.__init__, VllmCore.close = build_and_try, close_and_tell  # type: ignore[assignment, method-assign]
+    SingleCopyBridge.push = push_and_reset  # type: ignore[method-assign]
     code = main(["train", str(folder / "recipe.yaml")])
     assert code == 0, f"polyturn train ended with {code}"
     lines = [json.loads(line) for line in (folder / "runs" / "peer" / "metrics.jsonl").read_text().splitlines()]
@@ -242,7 +248,7 @@ def polyturn(model: Path, steps: int) -> dict[str, Any]:
         for line in lines
         if "tokens_per_s" in line
     ]
-    return {"steps": found, "memory": memory(pool[0])}
+    return {"steps": found, "memory": memory(pool[0]), "raw": {"medians": medians(by_itself, 3), "steps": by_itself}}
 
 
 def _recipe(folder: Path, model: Path, steps: int, *, on_gpu: bool) -> dict[str, Any]:
@@ -292,7 +298,7 @@ def main() -> None:
     parser.add_argument("--inside", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
-        result = {"raw": raw, "trl": trl, "polyturn": polyturn}[options.inside](options.model, options.steps)
+        result = {"trl": trl, "polyturn": polyturn}[options.inside](options.model, options.steps)
         options.out.write_text(json.dumps(result))
         return
     from machine import PACKAGES, describe_machine
@@ -330,6 +336,7 @@ def main() -> None:
             record[part]["whole_s"] = round(time.perf_counter() - began, 1)
         options.out.write_text(json.dumps(record, indent=1) + "\n")
         print(part, json.dumps(record[part].get("medians")), record[part].get("memory"), flush=True)
+        print(json.dumps(record[part].get("raw", {}).get("medians")), flush=True)
 
 
 if __name__ == "__main__":

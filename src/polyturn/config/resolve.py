@@ -100,7 +100,7 @@ def _refusals(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.engine.deterministic and recipe.engine.kind != "hf":
         yield (
-            f"engine.deterministic=true: batches are formed by arrival with engine.kind={recipe.engine.kind}; "
+            f"engine.deterministic=true: {_forms_batches(recipe)} by arrival (engine.kind={recipe.engine.kind}); "
             "use engine.kind=hf, or remove it"
         )
     if recipe.engine.kind == "vllm" and trainer.num_ranks > 1:
@@ -114,6 +114,10 @@ def _refusals(recipe: Recipe) -> Iterator[str]:
             f"trainer.optimizer_steps_per_batch={trainer.optimizer_steps_per_batch}: a batch is cut by whole groups and has "
             f"rollout.groups_per_step={rollout.groups_per_step} of them; set it to {rollout.groups_per_step} or less"
         )
+
+
+def _forms_batches(recipe: Recipe) -> str:
+    return "vLLM forms its batches" if recipe.engine.kind == "vllm" else "a server forms its batches"
 
 
 def _adapter_refusals(recipe: Recipe) -> Iterator[str]:
@@ -294,29 +298,36 @@ def _engine(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]
 def _weight_sync(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
     """How the weights reach the engine follows from where it is; what can't reach it is refused."""
     kind, mode = recipe.engine.kind, recipe.weight_sync.mode
-    fits, why = _ways_to_sync(recipe)
+    if kind == "vllm":
+        return _vllm_sync(recipe, reasons)
+    fits, where = ("in_process", "in the driver's process") if kind == "hf" else ("nccl", "in processes of its own")
     if mode == "auto":
-        reasons["weight_sync.mode"] = f"{why} (engine.kind={kind})"
-        return _with(recipe, "weight_sync", mode=fits[0])
-    if mode not in fits:
+        reasons["weight_sync.mode"] = f"the engine is {where} (engine.kind={kind})"
+        return _with(recipe, "weight_sync", mode=fits)
+    if mode != fits:
         raise ConfigError(
-            f"weight_sync.mode={mode} can't be had where {why} (engine.kind={kind}); use {' or '.join(fits)}, or auto"
+            f"weight_sync.mode={mode} can't reach an engine that is {where} (engine.kind={kind}); use {fits}, or auto"
         )
     return recipe
 
 
-def _ways_to_sync(recipe: Recipe) -> tuple[tuple[str, ...], str]:
-    """The modes that fit the engine, the usual one first, and what they follow from."""
-    engine = recipe.engine
-    if engine.kind == "hf":
-        return ("in_process",), "the engine is in the driver's process"
-    if engine.kind != "vllm":
-        return ("nccl",), "the engine is in processes of its own"
+def _vllm_sync(recipe: Recipe, reasons: dict[str, str]) -> Recipe:
+    """How weights reach vLLM in the driver's process: they are the trainer's own, or a copy."""
+    engine, mode = recipe.engine, recipe.weight_sync.mode
+    apart = None
     if engine.device is not None:
-        return ("in_process",), "the engine is in the driver's process, on a GPU of its own"
-    if engine.dtype not in ("auto", recipe.model.dtype):
-        return ("in_process",), f"the engine has weights of another type, engine.dtype={engine.dtype}"
-    return ("single_copy", "in_process"), "the engine is in the driver's process, on the trainer's GPU"
+        apart = f"the engine has a GPU of its own, engine.device={engine.device}"
+    elif engine.dtype not in ("auto", recipe.model.dtype):
+        apart = f"the engine has weights of another type, engine.dtype={engine.dtype}"
+    if mode == "auto":
+        reasons["weight_sync.mode"] = apart or "engine and trainer are in one process, on one GPU (engine.kind=vllm)"
+        return _with(recipe, "weight_sync", mode="in_process" if apart else "single_copy")
+    if mode not in ("in_process", "single_copy") or (mode == "single_copy" and apart):
+        why = apart if mode == "single_copy" else "the engine is in the driver's process"
+        raise ConfigError(
+            f"weight_sync.mode={mode} with engine.kind=vllm: {why}; use {'' if apart else 'single_copy, '}in_process or auto"
+        )
+    return recipe
 
 
 def _loss(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:

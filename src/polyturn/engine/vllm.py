@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import math
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 Answer: TypeAlias = "tuple[asyncio.Future[Any], Any, BaseException | None]"
 """A future, and what to give it: a result or an error."""
+SWITCH_S = 0.0005
+"""After how long a thread that computes in Python lets another one; Python's 5 ms are as long as a step of a small model."""
 STOP_S = 30.0
 """How long the thread may take to end: a step, and giving memory back."""
 
@@ -78,6 +81,7 @@ class VllmEngine:
             thread = _Thread(self._settings, asyncio.get_running_loop())
             async with deadline(self._start_deadline_s, "vLLM to start (engine.start_deadline_s)"):
                 await thread.started
+            sys.setswitchinterval(SWITCH_S)
             self._thread = thread
 
     async def generate(

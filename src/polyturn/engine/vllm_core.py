@@ -6,6 +6,7 @@ above that collects text, which nobody here wants, at the price of a third of th
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -99,6 +100,9 @@ class VllmCore:
         self._tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
         self._open: set[str] = set()
         self._device, self._on_gpu = device, device.type == "cuda"
+        # Nothing of what is there by now will be garbage: looking through all of it again and again stops every thread.
+        gc.collect()
+        gc.freeze()
 
     @staticmethod
     def _arguments(settings: VllmSettings, device: torch.device) -> dict[str, Any]:

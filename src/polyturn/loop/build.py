@@ -25,7 +25,7 @@ from polyturn.loop.place import Place
 from polyturn.loop.tiny import ensure_tiny
 from polyturn.models.adapters import add_adapters, copy_for_sampling, frozen_weights, has_adapters, load_adapters
 from polyturn.models.folder import SMOLLM2, TINY, adapter_base, base_name, is_adapter, max_positions, model_folder
-from polyturn.models.load import load_model
+from polyturn.models.load import load_model, round_weights, stores_float32
 from polyturn.models.smollm2 import ensure_smollm2
 from polyturn.processes.threads import in_thread_within
 from polyturn.rendering.renderer import Renderer
@@ -64,6 +64,8 @@ class Policy:
     model: torch.nn.Module
     folder: Path
     renderer: Renderer
+    exact: Mapping[str, torch.Tensor] | None = None
+    """What the weights were before they were rounded, for a trainer to go on from; None where nothing was lost."""
 
 
 def choose_device(name: str, key: str = "trainer.device") -> torch.device:
@@ -82,10 +84,13 @@ def choose_device(name: str, key: str = "trainer.device") -> torch.device:
     return device
 
 
-async def load_policy(recipe: Recipe, environment: Environment, say: Say, *, path: str | None = None) -> Policy:
+async def load_policy(
+    recipe: Recipe, environment: Environment, say: Say, *, path: str | None = None, keep_exact: bool = False
+) -> Policy:
     """Load `path`, or the recipe's model; a built-in one is made when the cache doesn't hold it.
 
-    A folder of adapters is loaded with its base. `model.lora` is for training: see `policy_to_train`.
+    A folder of adapters is loaded with its base. `model.lora` is for training: see `policy_to_train`. With `keep_exact` the
+    float32 weights of a folder are kept beside those of the recipe's type.
 
     Raises:
         ConfigError: a device that isn't there.
@@ -103,18 +108,20 @@ async def load_policy(recipe: Recipe, environment: Environment, say: Say, *, pat
     refuse_short_context(recipe, path, max_positions(folder))
     tokenizer = adapters if adapters is not None and (adapters / "tokenizer.json").is_file() else folder
     renderer = Renderer.load(tokenizer, chat_template=chat_template(recipe))
+    rounds = keep_exact and recipe.model.dtype != "float32" and stores_float32(folder)
     model = load_model(
         folder,
-        dtype=recipe.model.dtype,
+        dtype="float32" if rounds else recipe.model.dtype,
         attention=recipe.model.attention,
         device=device,
         quantize=recipe.model.quantize,
     )
+    exact = round_weights(model, getattr(torch, recipe.model.dtype)) if rounds else None
     if adapters is not None:
         load_adapters(model, adapters, base=base)
     refuse_missing_rows(path, model, renderer.tokenizer.vocab_size)
     use_attention(model, recipe.model.attention)
-    return Policy(model=model, folder=tokenizer, renderer=renderer)
+    return Policy(model=model, folder=tokenizer, renderer=renderer, exact=exact)
 
 
 async def _folder(recipe: Recipe, environment: Environment, say: Say, path: str) -> Path:
@@ -128,8 +135,9 @@ async def policy_to_train(recipe: Recipe, environment: Environment, say: Say, *,
     Raises what `load_policy` raises, and ModelError for a folder of adapters: training starts from a whole model.
     """
     path = path or recipe.model.path
-    policy = await load_policy(recipe, environment, say, path=path)
     lora = recipe.model.lora
+    keep_exact = lora is None and recipe.trainer.master_weights == "float32"
+    policy = await load_policy(recipe, environment, say, path=path, keep_exact=keep_exact)
     if has_adapters(policy.model):
         raise ModelError(
             f"{path} holds adapters, and training starts from a whole model; merge them with their base first "
@@ -183,8 +191,14 @@ def build_vllm_engine(recipe: Recipe, folder: Path, *, device: torch.device) -> 
     return VllmEngine(settings, start_deadline_s=engine.start_deadline_s)
 
 
-def build_trainer(recipe: Recipe, model: torch.nn.Module, ranks: Ranks | None = None) -> Trainer:
-    """The trainer of a resolved recipe, or one rank of it."""
+def build_trainer(
+    recipe: Recipe,
+    model: torch.nn.Module,
+    ranks: Ranks | None = None,
+    *,
+    exact: Mapping[str, torch.Tensor] | None = None,
+) -> Trainer:
+    """The trainer of a resolved recipe, or one rank of it. `exact` is the policy's."""
     trainer, master_weights = recipe.trainer, recipe.trainer.master_weights
     assert master_weights != "auto", "the recipe was not resolved"
     settings = TrainerSettings(
@@ -207,7 +221,8 @@ def build_trainer(recipe: Recipe, model: torch.nn.Module, ranks: Ranks | None = 
         float32_head=trainer.float32_head,
         seed=recipe.run.seed,
     )
-    return Trainer(model, settings, reference=_reference(recipe, model) if settings.loss.beta > 0 else None, ranks=ranks)
+    reference = _reference(recipe, model) if settings.loss.beta > 0 else None
+    return Trainer(model, settings, reference=reference, ranks=ranks, exact=exact)
 
 
 def _reference(recipe: Recipe, model: torch.nn.Module) -> torch.nn.Module:

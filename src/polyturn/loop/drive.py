@@ -40,7 +40,7 @@ def train_rank(place: Place, recipe: Recipe) -> int:
         return train_here(_at_peers(checked, place), RunFolder(place.role.folder), place)
     quiet_libraries()
     policy = asyncio.run(policy_to_train(checked.recipe, checked.environment, say))
-    build_trainer(checked.recipe, policy.model, place.join_ranks(checked.recipe)).serve()
+    build_trainer(checked.recipe, policy.model, place.join_ranks(checked.recipe), exact=policy.exact).serve()
     return 0
 
 

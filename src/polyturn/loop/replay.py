@@ -64,7 +64,7 @@ async def replay(checked: Checked, path: Path, *, model: str | None, out: Path |
             f"{report.small_groups} with fewer than two valid siblings, {len(report.broken_samples)} broken samples; "
             "record more tasks"
         )
-    trainer = build_trainer(recipe, policy.model)
+    trainer = build_trainer(recipe, policy.model, exact=policy.exact)
     versions = [version for trajectory in recorded for turn in trajectory.turns for version in turn.policy_versions]
     trainer.version = max(versions, default=0)
     limit_s = recipe.trainer.step_deadline_s

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -100,7 +100,8 @@ async def build_run(
     refuse_long_openings(recipe, checked.train_tasks, policy.renderer)
     stream = open_stream(recipe, checked.train_tasks)
     refuse_hidden_tools(checked.environment, checked.train_tasks, policy.renderer)
-    trainer = build_trainer(recipe, policy.model, place.join_ranks(recipe))
+    trainer = build_trainer(recipe, policy.model, place.join_ranks(recipe), exact=policy.exact)
+    policy = replace(policy, exact=None)  # the trainer has taken them over
     engine, bridge = build_engine_and_bridge(recipe, policy, trainer, place)
     return Run(
         checked=checked,

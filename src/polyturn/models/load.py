@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,6 +57,27 @@ def load_model(
         return differentiable(model)
     moved: torch.nn.Module = model.to(device)
     return moved
+
+
+def stores_float32(folder: Path) -> bool:
+    """Whether the weights in the files of `folder` are float32; False where that can't be seen."""
+    for path in sorted(folder.glob("*.safetensors"))[:1]:
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return {entry["dtype"] for name, entry in header.items() if name != "__metadata__"} == {"F32"}
+    return False
+
+
+@torch.no_grad()
+def round_weights(model: torch.nn.Module, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+    """Round the parameters of a float32 model to `dtype`, and return what they were, by name.
+
+    Buffers stay as they are: those of rotary positions must be float32 in a bfloat16 model too.
+    """
+    exact = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return exact
 
 
 def quantization(bits: Literal["8bit", "4bit"], dtype: torch.dtype) -> Any:

@@ -23,6 +23,10 @@ TEXT_ANCHORS = (".", "a", "\n", "0")
 UNKNOWN_TOKENS = ("<unk>", "[UNK]")
 
 
+MOST_OPENINGS = 256
+"""Texts that start a context whose ids are kept: siblings open with the same one, one after the other."""
+
+
 class Tokenizer:
     """Text to ids and back. Adds no special token of its own, recognises those in the text, keeps them when decoding.
 
@@ -57,6 +61,7 @@ class Tokenizer:
         if not self.special_tokens:
             raise ModelError("the tokenizer has no special token, so no token can end a turn; add one to tokenizer.json")
         self._anchor, self._anchor_text = self._neutral_anchor()
+        self._openings: dict[str, tuple[int, ...]] = {}
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
@@ -74,7 +79,12 @@ class Tokenizer:
     def encode(self, text: str, *, after: int | None = None) -> tuple[int, ...]:
         """Ids of `text`, which starts a context, or stands right after the token `after` of one."""
         if after is None or not text:
-            return tuple(self._encode(text).ids)
+            known = self._openings.get(text)
+            if known is None:
+                if len(self._openings) == MOST_OPENINGS:
+                    self._openings.clear()
+                known = self._openings[text] = tuple(self._encode(text).ids)
+            return known
         if after in self._added:
             ids = self._encode(self._added[after] + text).ids
             if ids[:1] == [after]:

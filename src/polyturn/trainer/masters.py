@@ -22,16 +22,24 @@ _CPU = torch.device("cpu")
 
 
 class MasterOptimizer:
-    """See `PolicyOptimizer`. With `settings.offload_optimizer` copies, gradients and state lie in CPU memory."""
+    """See `PolicyOptimizer`. With `settings.offload_optimizer` copies, gradients and state lie in CPU memory.
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], settings: TrainerSettings) -> None:
+    A copy starts at its parameter's `exact` value where that is known. From the rounded one, in the middle between two
+    roundings, no parameter of usual size would move for the first hundreds of small steps.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        settings: TrainerSettings,
+        exact: Sequence[Tensor | None] | None = None,
+    ) -> None:
         self._offload = settings.offload_optimizer
-        self._masters: list[_Master] = []
-        if self._offload:
-            lane = _Lane(parameters[0].device)
-            self._masters = [_Offloaded(parameter, lane) for parameter in parameters]
-        else:
-            self._masters = [_Master(parameter) for parameter in parameters]
+        lane = _Lane(parameters[0].device) if self._offload else None
+        self._masters: list[_Master] = [
+            _Master(parameter, start) if lane is None else _Offloaded(parameter, start, lane)
+            for parameter, start in zip(parameters, exact or [None] * len(parameters), strict=True)
+        ]
         self._copies = [master.copy for master in self._masters]
         self._rule = build_rule([(copy, copy.ndim) for copy in self._copies], settings)
         # Whoever trains the model next has an optimizer of its own: this one takes no gradients once it is gone.
@@ -85,9 +93,11 @@ class _Master:
 
     staging: Tensor | None = None
 
-    def __init__(self, parameter: torch.nn.Parameter) -> None:
+    def __init__(self, parameter: torch.nn.Parameter, start: Tensor | None) -> None:
         self.parameter = parameter
-        self.copy = torch.nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+        if start is None:
+            start = parameter.detach().to(torch.float32, copy=True)
+        self.copy = torch.nn.Parameter(start.to(parameter.device, torch.float32))
 
     def hook(self) -> Any:
         """Take gradients from now on, until what is returned is told to `remove`."""
@@ -147,13 +157,13 @@ class _Offloaded(_Master):
 
     staging: Tensor
 
-    def __init__(self, parameter: torch.nn.Parameter, lane: _Lane) -> None:
+    def __init__(self, parameter: torch.nn.Parameter, start: Tensor | None, lane: _Lane) -> None:
         self.parameter = parameter
         self._lane = lane
         pinned: dict[str, Any] = {"device": _CPU, "pin_memory": lane.pinned}
         self.staging = torch.empty(parameter.shape, dtype=parameter.dtype, **pinned)
         self.copy = torch.nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32, **pinned))
-        self.copy.data.copy_(parameter.detach())
+        self.copy.data.copy_(parameter.detach() if start is None else start)
         self._on_its_way = False
         self._arrival: torch.cuda.Event | None = None
 

@@ -7,7 +7,7 @@ they are kept, and what a step changes first, differs: see `in_place`, `rounded`
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -42,11 +42,17 @@ class PolicyOptimizer(Protocol):
         """Bytes that are held now."""
 
 
-def build_optimizer(model: torch.nn.Module, settings: TrainerSettings) -> PolicyOptimizer:
-    """The optimizer of the trainable parameters of `model`. Raises what `update_rules.build_rule` raises."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def build_optimizer(
+    model: torch.nn.Module, settings: TrainerSettings, exact: Mapping[str, Tensor] | None = None
+) -> PolicyOptimizer:
+    """The optimizer of the trainable parameters of `model`. Raises what `update_rules.build_rule` raises.
+
+    `exact`, by name, is where float32 copies start: what the model's own values are rounded from.
+    """
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = list(named.values())
     if settings.master_weights == "float32" or settings.offload_optimizer:
-        return MasterOptimizer(trained, settings)
+        return MasterOptimizer(trained, settings, [(exact or {}).get(name) for name in named])
     return (RoundedOptimizer if settings.master_weights == "stochastic" else InPlaceOptimizer)(trained, settings)
 
 

@@ -51,7 +51,7 @@ class Trainer:
 
     `reference` is the frozen policy of the KL term, on the model's device or in CPU memory; the model itself stands for itself
     with its adapters off. Without one `settings.loss.beta` must be 0. With several `ranks`, each has the same model: rank 0
-    calls `train` and at last `end`, the others `serve`.
+    calls `train` and at last `end`, the others `serve`. `exact` are float32 values, by name, that the model's are rounded from.
 
     Raises ModelError for an architecture that can't be trained on packed rows, TrainingError for ranks whose weights differ.
     """
@@ -64,6 +64,7 @@ class Trainer:
         reference: torch.nn.Module | None = None,
         version: int = 0,
         ranks: Ranks | None = None,
+        exact: Mapping[str, Tensor] | None = None,
     ) -> None:
         assert reference is not None or settings.loss.beta == 0, "a KL term needs a reference"
         self.model = model.eval()
@@ -75,7 +76,7 @@ class Trainer:
         self.version = version
         self.optimizer_step = 0
         self._device = next(model.parameters()).device
-        self.optimizer = build_optimizer(model, settings)
+        self.optimizer = build_optimizer(model, settings, exact)
         self._ranks: Ranks = ranks or Alone()
         self._refuse_different("weights", sum(checksum(tensor) for tensor in model.state_dict().values()) if ranks else 0)
 

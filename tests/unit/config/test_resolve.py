@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -346,3 +347,44 @@ def test_a_push_that_can_not_reach_the_engine_is_refused(kind, mode):
 def test_a_server_has_no_batches_to_repeat():
     with pytest.raises(ConfigError, match=r"engine\.deterministic=true: a server forms its batches by arrival"):
         resolve(recipe(engine={"kind": "hf_server", "deterministic": True}), num_train_tasks=None)
+
+
+# ── vLLM in the driver's process ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_vllm_in_this_process_leaves_open():
+    found = resolve(recipe(engine={"kind": "vllm"}), num_train_tasks=None)
+    engine = found.recipe.engine
+    assert (engine.gpu_memory_utilization, engine.max_model_len) == (0.3, found.recipe.rollout.max_trajectory_tokens)
+    assert found.recipe.weight_sync.mode == "single_copy"
+    assert found.recipe.algorithm.loss_options.sampler_correction == "tis"
+    assert resolve(found.recipe, num_train_tasks=None).recipe == found.recipe
+    apart = resolve(recipe(engine={"kind": "vllm", "device": "cuda:1"}), num_train_tasks=None).recipe
+    assert (apart.engine.gpu_memory_utilization, apart.weight_sync.mode) == (0.9, "in_process")
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"engine": {"kind": "vllm", "max_model_len": 64}}, "engine.max_model_len=64: vLLM must hold a whole trajectory"),
+        ({"engine": {"kind": "hf", "gpu_memory_utilization": 0.5}}, "engine.gpu_memory_utilization=0.5 is a setting of vLLM"),
+        ({"engine": {"kind": "vllm"}, "trainer": {"num_ranks": 2}}, "vLLM in the driver's process goes with one rank"),
+        ({"engine": {"kind": "vllm", "deterministic": True}}, "vLLM forms its batches by arrival"),
+        (
+            {"engine": {"kind": "vllm"}, "weight_sync": {"mode": "nccl"}},
+            "the engine is in the driver's process; use single_copy",
+        ),
+        (
+            {"engine": {"kind": "vllm", "device": "cuda:1"}, "weight_sync": {"mode": "single_copy"}},
+            "the engine has a GPU of its own, engine.device=cuda:1; use in_process",
+        ),
+        (
+            {"engine": {"kind": "vllm", "dtype": "bfloat16"}, "weight_sync": {"mode": "single_copy"}},
+            "the engine has weights of another type, engine.dtype=bfloat16; use in_process",
+        ),
+        ({"engine": {"kind": "vllm"}, "model": {"path": "x", "lora": {}}}, "model.lora with engine.kind=vllm"),
+    ],
+)
+def test_what_vllm_in_this_process_can_not_do(sections, sentence):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        resolve(recipe(**sections), num_train_tasks=None)

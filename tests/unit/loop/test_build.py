@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from parts.environments import Colours
 from parts.models import same_bits, snapshot
+from polyturn.config.resolve import resolve
 from polyturn.errors import ConfigError, ModelError
-from polyturn.loop.build import build_engine, build_trainer, choose_device, load_policy
+from polyturn.loop.build import build_engine, build_trainer, choose_device, load_policy, policy_to_train
 from polyturn.rendering.words import TINY_CHAT_TEMPLATE
 from polyturn.trainer.reference import FrozenModel
 from polyturn.types import Message
@@ -55,6 +57,29 @@ async def test_the_policy_of_a_recipe(colours_model, tmp_path):
     ids = policy.renderer.open((Message(role="user", content="say red"),)).prompt().ids
     assert policy.renderer.tokenizer.decode(ids).endswith("<|assistant|>red ")
     assert policy.folder == colours_model
+
+
+@pytest.mark.parametrize("trainer", [{}, {"offload_optimizer": True}], ids=["here", "offloaded"])
+async def test_training_in_bfloat16_goes_on_from_the_float32_weights_of_the_folder(colours_model, trainer):
+    """From the rounded ones the copies would start in the middle between two roundings, and hardly a weight would move."""
+    stored = load_file(colours_model / "model.safetensors")
+    sections = {"model": {"path": str(colours_model), "dtype": "bfloat16"}, "trainer": trainer, "run": {"steps": 1}}
+    recipe = resolve(make_recipe(**sections), num_train_tasks=16).recipe
+    policy = await policy_to_train(recipe, Colours(), lambda _: None)
+    state = build_trainer(recipe, policy.model, exact=policy.exact).optimizer.state_dict()
+    named = dict(policy.model.named_parameters())
+    assert {parameter.dtype for parameter in named.values()} == {torch.bfloat16}
+    for (name, parameter), master in zip(named.items(), state["masters"], strict=True):
+        assert torch.equal(master, stored[name])
+        assert torch.equal(parameter, stored[name].bfloat16())
+    assert any(not torch.equal(master, named[name].float()) for name, master in zip(named, state["masters"], strict=True))
+    assert {buffer.dtype for buffer in policy.model.buffers()} == {torch.float32}
+
+
+async def test_weights_that_were_not_rounded_are_kept_once(colours_model):
+    sections = {"model": {"path": str(colours_model)}, "run": {"steps": 1}}
+    recipe = resolve(make_recipe(**sections), num_train_tasks=16).recipe
+    assert (await policy_to_train(recipe, Colours(), lambda _: None)).exact is None
 
 
 async def test_another_path_takes_the_recipes_place(colours_model):

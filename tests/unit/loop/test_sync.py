@@ -180,7 +180,7 @@ def weights(monkeypatch):
     """The trained weights of every run."""
     found, build = [], sync.build_trainer
 
-    def remember(*arguments):
+    def remember(*arguments, exact=None):
         found.append(build(*arguments).model)
         return Trainer(found[-1], build(*arguments).settings)
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
+import os
 import subprocess
 import sys
 import threading
+import time
+import weakref
 from pathlib import Path
 
 import pytest
 
 from polyturn.errors import DeadlineError
+from polyturn.processes import threads
 from polyturn.processes.deadlines import deadline
 from polyturn.processes.threads import in_thread, in_thread_within, still_running
 
@@ -21,6 +24,14 @@ SOURCE = Path(__file__).parents[3] / "src"
 
 class Special(BaseException):
     pass
+
+
+def comes_back(name: str) -> None:
+    """Wait until a call is no longer under way."""
+    until = time.monotonic() + 30
+    while name in still_running():
+        assert time.monotonic() < until, f"{name} does not come back"
+        time.sleep(0.001)
 
 
 async def test_result_and_arguments():
@@ -82,21 +93,19 @@ async def test_an_error_after_the_deadline_finds_nobody():
 
 def test_a_loop_that_is_closed_meanwhile_is_no_error():
     """pytest makes an unhandled exception of a thread an error of the test."""
-    release, threads = threading.Event(), []
+    release = threading.Event()
 
-    def hang():
-        threads.append(threading.current_thread())
+    def hang_meanwhile():
         release.wait(30)
 
     async def give_up():
         with pytest.raises(DeadlineError):
             async with deadline(0.05, "the call"):
-                await in_thread(hang)
+                await in_thread(hang_meanwhile)
 
     asyncio.run(give_up())
     release.set()
-    threads[0].join(30)
-    assert not threads[0].is_alive()
+    comes_back("call hang_meanwhile")
 
 
 async def test_many_calls_that_hang_leave_room_for_others():
@@ -129,26 +138,69 @@ async def test_a_thread_is_named_after_its_call():
     assert await in_thread(slow_tool) == "call slow_tool"
 
 
-@pytest.mark.parametrize("fails", [False, True])
-async def test_the_thread_is_gone_when_its_result_is_there(fails):
-    """A thread that is the last to let go of a model while the process ends would abort it."""
-    inside = []
+class Model:
+    """Something that must not be held."""
 
-    def work():
-        inside.append(threading.current_thread())
-        return 1 / 0 if fails else 1
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_thread_holds_nothing_when_its_result_is_there(fails):
+    """A thread that is the last to let go of a model while the process ends would abort it."""
+
+    def work(model):
+        return model.missing if fails else model
 
     for _ in range(200):
-        with contextlib.suppress(ZeroDivisionError):
-            await in_thread(work)
-        assert not inside.pop().is_alive()
+        model = Model()
+        seen = weakref.ref(model)
+        try:
+            await in_thread(work, model)
+        except AttributeError as error:
+            error.__traceback__ = None
+            del error
+        del model
+        await asyncio.sleep(0)  # the loop holds what it has just woken us with
+        assert seen() is None
+
+
+async def test_threads_that_have_come_back_take_the_next_calls():
+    names = {await in_thread(threading.get_ident) for _ in range(50)}
+    assert len(names) <= 2, "one that is about to be idle may be missed once"
+
+
+async def test_a_thread_without_calls_ends(monkeypatch):
+    monkeypatch.setattr(threads, "IDLE_S", 0.01)
+    threads._idle.clear()  # those wait longer
+    thread = await in_thread(threading.current_thread)
+    await asyncio.to_thread(thread.join, 30)
+    assert not thread.is_alive()
+    assert not threads._idle
+    assert await in_thread(lambda: "again") == "again"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_a_child_of_a_fork_starts_threads_of_its_own():
+    await in_thread(lambda: None)
+    child = os.fork()
+    if child == 0:
+        os._exit(asyncio_in_a_new_thread())
+    code = await asyncio.to_thread(lambda: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    assert code == 7
+
+
+def asyncio_in_a_new_thread() -> int:
+    """The exit code 7 when a call comes back; a loop runs in the thread that forked already."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(asyncio.run(in_thread_within(20, "a call", lambda: 7))))
+    thread.start()
+    thread.join(30)
+    return found[0] if found else 1
 
 
 async def test_a_call_that_was_given_up_on_is_known_until_it_comes_back():
-    release, inside = threading.Event(), []
+    release = threading.Event()
 
     def given_up_on():
-        inside.append(threading.current_thread())
         release.wait(30)
 
     with pytest.raises(DeadlineError):
@@ -156,8 +208,7 @@ async def test_a_call_that_was_given_up_on_is_known_until_it_comes_back():
             await in_thread(given_up_on)
     assert "call given_up_on" in still_running()
     release.set()
-    inside[0].join(30)
-    assert "call given_up_on" not in still_running()
+    comes_back("call given_up_on")
 
 
 HANGING = """
