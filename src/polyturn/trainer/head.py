@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CHUNK_BYTES = 256 << 20
-"""Of one chunk's logits in float32."""
+_CHUNK_BYTES = {"cuda": 1 << 30}
+"""Of one chunk's logits in float32. The backward pass reads and writes the whole float32 gradient of the head for every chunk, as
+many bytes as the logits of H tokens: a GPU takes few, large chunks."""
+_CHUNK_BYTES_ELSEWHERE = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +40,14 @@ def head_logprobs(
     *,
     bias_V: Tensor | None = None,
     shape: HeadShape | None = None,
-    chunk_bytes: int = _CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`logprobs_N`, with gradient to hidden states, weight and bias, and `entropy_N`, without; both float32.
 
     `logprobs_N[n]` is of `targets_N[n]` under logits divided by `temperature_N[n]`. With a float32 weight the head is computed
     in float32, whatever the hidden states are.
     """
+    chunk_bytes = chunk_bytes or _CHUNK_BYTES.get(weight_VH.device.type, _CHUNK_BYTES_ELSEWHERE)
     chunk = max(1, chunk_bytes // (4 * weight_VH.shape[0]))
     logprobs_N, entropy_N = _Head.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature_N, shape or HeadShape(), chunk)  # type: ignore[no-untyped-call]
     return logprobs_N, entropy_N
@@ -127,11 +130,14 @@ def _summary(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of the targets, entropy, and log of the normaliser, `[C]` each, given hidden states x head."""
     scaled_CV, _ = _scaled(product_CV, bias_V, temperature_C, scale, softcap)
-    normaliser_C = torch.logsumexp(scaled_CV, dim=-1)
-    logprobs_C = scaled_CV.gather(-1, targets_C[:, None])[:, 0] - normaliser_C
-    probs_CV = torch.exp(scaled_CV - normaliser_C[:, None])
+    top_C = scaled_CV.amax(-1)
+    # Two sums of the same numbers: fused, the logits are read twice in all, where log-sum-exp and an entropy read them thrice.
+    parts_CV = torch.exp(scaled_CV - top_C[:, None])
+    sum_C = parts_CV.sum(-1)
     # H = log Z - E[logit]; a logit of -inf has no part in it, and 0 x inf would be nan.
-    expected_C = torch.where(probs_CV > 0, probs_CV * scaled_CV, 0.0).sum(-1)
+    expected_C = torch.where(parts_CV > 0, parts_CV * scaled_CV, 0.0).sum(-1) / sum_C
+    normaliser_C = top_C + torch.log(sum_C)
+    logprobs_C = scaled_CV.gather(-1, targets_C[:, None])[:, 0] - normaliser_C
     return logprobs_C, normaliser_C - expected_C, normaliser_C
 
 
@@ -162,7 +168,8 @@ def _fused(function: Callable[..., Any], device: torch.device) -> Callable[..., 
     if device.type != "cuda":
         return function
     if function not in _COMPILED:
-        _COMPILED[function] = torch.compile(function, dynamic=True)
+        # Not `dynamic`: the vocabulary stays a constant then, and an index into the logits costs no division by a variable.
+        _COMPILED[function] = torch.compile(function)
     return _COMPILED[function]
 
 
@@ -180,7 +187,7 @@ def _add_product(total_VH: Tensor, inner_CV: Tensor, hidden_CH: Tensor) -> None:
     if inner_CV.dtype == _sums_in(inner_CV):
         total_VH.addmm_(inner_CV.T, hidden_CH)
     elif inner_CV.is_cuda:
-        total_VH += torch.mm(inner_CV.T, hidden_CH, out_dtype=torch.float32)
+        torch.addmm(total_VH, inner_CV.T, hidden_CH, out_dtype=torch.float32, out=total_VH)
     else:
         total_VH.addmm_(inner_CV.T.float(), hidden_CH.float())
 

@@ -49,8 +49,11 @@ class MasterOptimizer:
         """See `PolicyOptimizer.step`; a parameter becomes its copy, rounded to the nearest."""
         self.gradients()  # whoever changed none of them need not have asked
         apply(self._rule, learning_rate)
-        for master in self._masters:
-            master.give()
+        if self._offload:
+            for master in self._masters:
+                master.give()
+        else:
+            torch._foreach_copy_([master.parameter for master in self._masters], self._copies)
 
     def zero_grad(self) -> None:
         """See `PolicyOptimizer.zero_grad`."""

@@ -56,10 +56,8 @@ def clip(gradients: Sequence[Tensor], longest: float) -> Tensor:
         return torch.zeros(())
     # Also of bfloat16 gradients the norm is a float32 number: in bfloat16 it would be off by half a percent.
     kind = torch.promote_types(gradients[0].dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one, dtype=kind) for one in gradients]))
-    factor = (longest / (norm + 1e-6)).clamp_max(1.0)
-    for gradient in gradients:
-        gradient.mul_(factor)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, dtype=kind)))
+    torch._foreach_mul_(gradients, (longest / (norm + 1e-6)).clamp_max(1.0))
     return norm
 
 
