@@ -100,6 +100,11 @@ def _refusals(recipe: Recipe) -> Iterator[str]:
             f"engine.deterministic=true: a server forms its batches by arrival (engine.kind={recipe.engine.kind}); "
             "use engine.kind=hf, or remove it"
         )
+    if recipe.model.attention == "flash_attention_2" and recipe.model.dtype == "float32":
+        yield (
+            "model.attention=flash_attention_2: its kernels take weights of 16 bits, and model.dtype=float32; set "
+            "model.dtype=bfloat16, or model.attention=auto"
+        )
     yield from _adapter_refusals(recipe)
     if trainer.optimizer_steps_per_batch > rollout.groups_per_step:
         yield (

@@ -38,8 +38,8 @@ from polyturn.plan.models import Linear, ModelFacts
 
 Phase: TypeAlias = Literal["always", "training", "scoring", "generating"]
 
-HEAD_CHUNK = 256 << 20
-"""Float32 logits of one chunk of the head, as the trainer cuts them."""
+HEAD_CHUNK = 1 << 30
+"""Float32 logits of one chunk of the head, as the trainer cuts them on a GPU."""
 CONTEXT = round(0.6 * (1 << 30))
 """CUDA's context and loaded kernels: assumed, not measured."""
 GAPS = 0.05
@@ -224,8 +224,7 @@ def _head(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, Term]:
     matrix = facts.vocabulary * facts.hidden
     logits = min(HEAD_CHUNK, load.trained_tokens * facts.vocabulary * _FLOAT32)
     copy = _FLOAT32 * matrix if load.float32_head and load.dtype != "float32" else 0
-    # A product of 16-bit matrices is made beside the float32 sum; float32 ones are added in place.
-    summed = 0 if load.lora_rank is not None else _FLOAT32 * matrix * (2 if width < _FLOAT32 else 1)
+    summed = 0 if load.lora_rank is not None else _FLOAT32 * matrix
     return (
         Term(
             name="head, one chunk",
@@ -236,9 +235,7 @@ def _head(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, Term]:
         Term(
             name="head, gradient",
             bytes=summed + copy,
-            formula="float32 sum and one addend, vocabulary x hidden each"
-            if width < _FLOAT32
-            else "float32, vocabulary x hidden",
+            formula="float32, vocabulary x hidden",
             phase="training",
         ),
     )

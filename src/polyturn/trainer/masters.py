@@ -25,13 +25,11 @@ class MasterOptimizer:
     """See `PolicyOptimizer`. With `settings.offload_optimizer` copies, gradients and state lie in CPU memory."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], settings: TrainerSettings) -> None:
-        self._offload = settings.offload_optimizer
-        self._masters: list[_Master] = []
-        if self._offload:
+        self._offloaded: list[_Offloaded] = []
+        if settings.offload_optimizer:
             lane = _Lane(parameters[0].device)
-            self._masters = [_Offloaded(parameter, lane) for parameter in parameters]
-        else:
-            self._masters = [_Master(parameter) for parameter in parameters]
+            self._offloaded = [_Offloaded(parameter, lane) for parameter in parameters]
+        self._masters: list[_Master] = [*self._offloaded] or [_Master(parameter) for parameter in parameters]
         self._copies = [master.copy for master in self._masters]
         self._rule = build_rule([(copy, copy.ndim) for copy in self._copies], settings)
         # Whoever trains the model next has an optimizer of its own: this one takes no gradients once it is gone.
@@ -49,11 +47,10 @@ class MasterOptimizer:
         """See `PolicyOptimizer.step`; a parameter becomes its copy, rounded to the nearest."""
         self.gradients()  # whoever changed none of them need not have asked
         apply(self._rule, learning_rate)
-        if self._offload:
-            for master in self._masters:
-                master.give()
-        else:
-            torch._foreach_copy_([master.parameter for master in self._masters], self._copies)
+        if not self._offloaded:
+            torch._foreach_copy_([master.parameter for master in self._masters], [*self._copies])
+        for master in self._offloaded:
+            master.give()
 
     def zero_grad(self) -> None:
         """See `PolicyOptimizer.zero_grad`."""
@@ -78,7 +75,7 @@ class MasterOptimizer:
         kept = {"master": bytes_of(self._copies), "optimizer_state": state_bytes([self._rule])}
         staging = bytes_of(master.staging for master in self._masters if master.staging is not None)
         gradients = gradient_bytes(self._copies) + staging
-        if self._offload:
+        if self._offloaded:
             return Placed(device=Held(weights=weights), cpu=Held(gradients=gradients, **kept))
         return Placed(device=Held(weights=weights, gradients=gradients, **kept))
 
@@ -104,10 +101,6 @@ class _Master:
 
     def settle(self) -> None:
         """Wait until all that was taken is added up."""
-
-    def give(self) -> None:
-        """The copy becomes the parameter."""
-        self.parameter.copy_(self.copy)
 
     def forget(self) -> None:
         """Drop what was taken and not added up."""
@@ -176,6 +169,7 @@ class _Offloaded(_Master):
         self._add(self.staging)
 
     def give(self) -> None:
+        """The copy becomes the parameter."""
         # Rounded here, before it travels. The next gradient comes into the same buffer after this copy: the lane waits for it.
         self.staging.copy_(self.copy)
         self.parameter.copy_(self.staging, non_blocking=True)

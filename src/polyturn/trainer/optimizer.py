@@ -7,7 +7,6 @@ they are kept, and what a step changes first, differs: see `in_place`, `rounded`
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -50,7 +49,7 @@ def build_optimizer(model: torch.nn.Module, settings: TrainerSettings) -> Policy
     return (RoundedOptimizer if settings.master_weights == "stochastic" else InPlaceOptimizer)(trained, settings)
 
 
-def clip(gradients: Sequence[Tensor], longest: float) -> Tensor:
+def clip(gradients: list[Tensor], longest: float) -> Tensor:
     """Scale `gradients` in place so that their norm, all together, is at most `longest`. Returns what it was, float32."""
     if not gradients:
         return torch.zeros(())

@@ -106,7 +106,8 @@ async def test_a_cancelled_program_is_ended():
 
 @pytest.mark.parametrize("isolation", ["auto", "filters"])
 async def test_nothing_is_used_up(isolation, monkeypatch):
-    with tempfile.TemporaryDirectory() as name:  # not pytest's, whose parents another user, as programs of root are, can't enter
+    # Not in pytest's folder: its parents are root's own, and the programs of root run as another user.
+    with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         monkeypatch.setattr(tempfile, "tempdir", name)
         await nothing_is_used_up(isolation, Path(name))
