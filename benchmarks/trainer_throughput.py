@@ -198,8 +198,8 @@ def model_flops(parameters: int, case: Case) -> float:
     return passes * weights * tokens + passes * head * tokens / 2 + attention
 
 
-def measure(case: Case, device: torch.device, peak_tflops: float, *, warmup: int, steps: int) -> dict[str, Any]:
-    """Train some steps and say how long they took and what they held."""
+def make_trainer(case: Case, device: torch.device) -> tuple[Trainer, int, int]:
+    """A trainer of the case, how many weights its model has, and how many of them are frozen."""
     torch._dynamo.reset()  # what was compiled for one length of rows would be compiled again for any length
     model = make_model(case.model, device)
     weights = sum(parameter.numel() for parameter in model.parameters())
@@ -210,17 +210,21 @@ def measure(case: Case, device: torch.device, peak_tflops: float, *, warmup: int
         add_adapters(model, rank=case.lora, alpha=32.0, targets=None, base=case.model, seed=0)
         frozen, weights = weights, weights + sum(one.numel() for one in model.parameters() if one.requires_grad)
     use_attention(model, "auto")
-    loss = resolve_loss("dapo", LossOptions(), fixed_length=case.sample_tokens, default_correction="none")
     settings = TrainerSettings(
         learning_rate=1e-6,
-        loss=loss,
+        loss=resolve_loss("dapo", LossOptions(), fixed_length=case.sample_tokens, default_correction="none"),
         total_optimizer_steps=100,
         activations=case.activations,  # type: ignore[arg-type]
         compiled=case.compiled,
         master_weights=case.master_weights,  # type: ignore[arg-type]
         optimizer=case.optimizer,  # type: ignore[arg-type]
     )
-    trainer = Trainer(model, settings)
+    return Trainer(model, settings), weights, frozen
+
+
+def measure(case: Case, device: torch.device, peak_tflops: float, *, warmup: int, steps: int) -> dict[str, Any]:
+    """Train some steps and say how long they took and what they held."""
+    trainer, weights, frozen = make_trainer(case, device)
     vocabulary, seconds = SHAPES[case.model].vocabulary, []
     for number in range(warmup + steps):
         batch = make_batch(case, vocabulary, number)

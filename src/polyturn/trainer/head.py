@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 _GPU_CHUNK_BYTES = 1 << 30
-"""Of one chunk's logits in float32. The backward pass reads and writes the head's whole float32 gradient for each chunk, and that is
-as large as the logits of H tokens: few, large chunks are faster."""
+"""Of one chunk's logits in float32. For each chunk the backward pass reads and writes the head's whole gradient in float32, as
+many bytes as the logits of H tokens: few, large chunks are faster."""
 _CHUNK_BYTES = 256 << 20
 """Elsewhere, where memory is scarce and products are slow."""
 
