@@ -32,6 +32,6 @@ def test_a_row_is_brought_once_and_when_it_is_asked_for():
     assert brought == lengths
 
 
-def test_a_tensor_is_a_copy_in_order_whatever_lay_behind():
+def test_values_that_lie_backwards_come_in_order():
     values = np.arange(10)[::-2]
     assert to_device(values, CPU).tolist() == [9, 7, 5, 3, 1]
