@@ -9,12 +9,12 @@ size), k width of the keys, i width of the feed-forward part:
     selective          2h + 2a + 2k + 2i, and one layer whole while it is computed again
     full               h, and one layer whole while it is computed again
 
-Attention with a mask repeats keys and values for all query heads, which is 2a more. Selective is what its rule keeps: products,
-attention and what comes into the layer. The shares of h, a and k in the two others were fitted to the peaks that
+Attention with a mask repeats keys and values for all query heads, which is 2a more. Selective is what its rule keeps:
+products, attention and what comes into the layer. The shares of h, a and k in the two others were fitted to the peaks that
 `benchmarks/trainer_throughput.py` measured on an H200 (dense Qwen2 layers, models of 0.1 to 7 billion parameters, bfloat16,
-rows of 16,384 tokens; one eager case, one with adapters), and rounded to whole numbers. A test holds every case against its peak;
-since they are the ones it was fitted to, that says how well the form fits, not how well it foretells others. Not measured:
-float32, attention of another width than h, experts, latent attention.
+rows of 16,384 tokens; one eager case, one with adapters), and rounded to whole numbers. A test holds every case against its
+peak; since they are the ones it was fitted to, that says how well the form fits, not how well it foretells others. Not
+measured: float32, attention of another width than h, experts, latent attention.
 """
 
 from __future__ import annotations
