@@ -32,7 +32,9 @@ from machine import describe_machine
 from polyturn.config.presets import resolve_loss
 from polyturn.config.schema import LossOptions
 from polyturn.models.adapters import add_adapters
+from polyturn.models.load import differentiable
 from polyturn.trainer.attention import use_attention
+from polyturn.trainer.layers import decoder_layers
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.trainer import Trainer
 from polyturn.trajectories.pack import pack
@@ -77,6 +79,8 @@ class Case:
     optimizer: str = "adamw"
     lora: int | None = None
     """Rank of adapters; None trains all weights."""
+    quantized: bool = False
+    """Whether the decoder's linear layers are of 4 bits."""
 
     @property
     def name(self) -> str:
@@ -85,6 +89,7 @@ class Case:
         words += [f"rows{self.row_tokens // 1024}k"] if self.row_tokens != 16384 else []
         words += [self.activations] if self.activations != "keep" else []
         words += [f"lora{self.lora}"] if self.lora else []
+        words += ["4bit"] if self.quantized else []
         words += [self.master_weights] if self.master_weights != "float32" else []
         words += [self.optimizer] if self.optimizer != "adamw" else []
         return "/".join([*words, "compiled" if self.compiled else "eager"])
@@ -98,16 +103,20 @@ CASES = [
     Case(model="1.5B", sample_tokens=1024, samples=16, compiled=False),
     Case(model="1.5B", sample_tokens=1024, samples=16),
     Case(model="7B", sample_tokens=1024, samples=16, lora=16),
+    Case(model="7B", sample_tokens=1024, samples=16, lora=16, quantized=True),
     Case(model="1.5B", sample_tokens=1024, samples=64, master_weights="none"),
     Case(model="1.5B", sample_tokens=8192, samples=8, activations="selective"),
     Case(model="1.5B", sample_tokens=8192, samples=8, activations="full"),
     Case(model="135M", sample_tokens=8192, samples=8),
     Case(model="0.5B", sample_tokens=8192, samples=8),
-    Case(model="1.5B", sample_tokens=1024, samples=64, row_tokens=1024),
+    Case(model="1.5B", sample_tokens=1024, samples=16, row_tokens=1024),
     Case(model="1.5B", sample_tokens=1024, samples=64, master_weights="stochastic"),
     Case(model="1.5B", sample_tokens=1024, samples=64, master_weights="none", optimizer="adamw_8bit"),
 ]
-TRIAL = Case(model="tiny", sample_tokens=1024, samples=2, row_tokens=2048, activations="selective", compiled=False, lora=4)
+TRIALS = [
+    Case(model="tiny", sample_tokens=1024, samples=2, row_tokens=2048, activations="selective", compiled=False, lora=4),
+    Case(model="tiny", sample_tokens=1024, samples=2, row_tokens=2048, compiled=False, lora=4, quantized=True),
+]
 
 
 def make_model(name: str, device: torch.device) -> torch.nn.Module:
@@ -138,6 +147,23 @@ def make_model(name: str, device: torch.device) -> torch.nn.Module:
     return model.eval()
 
 
+def quantize_layers(model: torch.nn.Module) -> None:
+    """Hold the linear layers of the decoder in 4 bits, as `model.quantize=4bit` does for one that is loaded."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    options: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
+    for layer in decoder_layers(model):
+        for name, linear in [(name, one) for name, one in layer.named_modules() if isinstance(one, torch.nn.Linear)]:
+            small = Linear4bit(
+                linear.in_features, linear.out_features, linear.bias is not None, linear.weight.dtype, device="meta", **options
+            )
+            small.weight = Params4bit(linear.weight.data, requires_grad=False, **options).to(linear.weight.device)
+            small.bias = linear.bias
+            layer.set_submodule(name, small)
+    model.is_loaded_in_4bit = True  # PEFT asks
+    differentiable(model)
+
+
 def make_batch(case: Case, vocabulary: int, seed: int) -> TrainBatch:
     """Samples of random tokens that fill the rows."""
     rng = np.random.default_rng(seed)
@@ -161,37 +187,44 @@ def make_batch(case: Case, vocabulary: int, seed: int) -> TrainBatch:
     return pack(samples, row_tokens=case.row_tokens, planned_trajectories=case.samples)
 
 
-def model_flops(model: torch.nn.Module, case: Case) -> float:
-    """Of one step; the head multiplies for trained tokens only, which are half of them."""
+def model_flops(parameters: int, case: Case) -> float:
+    """Of one step of a model with so many weights; the head multiplies for trained tokens only, which are half of them."""
     shape, tokens = SHAPES[case.model], case.samples * case.sample_tokens
     head = shape.vocabulary * shape.hidden
     embedding = 0 if shape.tied else head
-    weights = sum(parameter.numel() for parameter in model.parameters()) - head - embedding
-    passes = 6.0 if all(parameter.requires_grad for parameter in model.parameters()) else 4.0
+    weights = parameters - head - embedding
+    passes = 6.0 if case.lora is None else 4.0
     attention = 12 * shape.layers * shape.hidden * tokens * case.sample_tokens / 2
     return passes * weights * tokens + passes * head * tokens / 2 + attention
 
 
-def measure(case: Case, device: torch.device, peak_tflops: float, *, warmup: int, steps: int) -> dict[str, Any]:
-    """Train some steps and say how long they took and what they held."""
+def make_trainer(case: Case, device: torch.device) -> tuple[Trainer, int, int]:
+    """A trainer of the case, how many weights its model has, and how many of them are frozen."""
     torch._dynamo.reset()  # what was compiled for one length of rows would be compiled again for any length
     model = make_model(case.model, device)
+    weights = sum(parameter.numel() for parameter in model.parameters())
     frozen = 0
+    if case.quantized:
+        quantize_layers(model)
     if case.lora is not None:
         add_adapters(model, rank=case.lora, alpha=32.0, targets=None, base=case.model, seed=0)
-        frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+        frozen, weights = weights, weights + sum(one.numel() for one in model.parameters() if one.requires_grad)
     use_attention(model, "auto")
-    loss = resolve_loss("dapo", LossOptions(), fixed_length=case.sample_tokens, default_correction="none")
     settings = TrainerSettings(
         learning_rate=1e-6,
-        loss=loss,
+        loss=resolve_loss("dapo", LossOptions(), fixed_length=case.sample_tokens, default_correction="none"),
         total_optimizer_steps=100,
         activations=case.activations,  # type: ignore[arg-type]
         compiled=case.compiled,
         master_weights=case.master_weights,  # type: ignore[arg-type]
         optimizer=case.optimizer,  # type: ignore[arg-type]
     )
-    trainer = Trainer(model, settings)
+    return Trainer(model, settings), weights, frozen
+
+
+def measure(case: Case, device: torch.device, peak_tflops: float, *, warmup: int, steps: int) -> dict[str, Any]:
+    """Train some steps and say how long they took and what they held."""
+    trainer, weights, frozen = make_trainer(case, device)
     vocabulary, seconds = SHAPES[case.model].vocabulary, []
     for number in range(warmup + steps):
         batch = make_batch(case, vocabulary, number)
@@ -206,13 +239,13 @@ def measure(case: Case, device: torch.device, peak_tflops: float, *, warmup: int
     middle, tokens = statistics.median(seconds[warmup:]), case.samples * case.sample_tokens
     return {
         "case": case.name,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": weights,
         "frozen": frozen,
         "tokens_per_step": tokens,
         "seconds_per_step": [round(value, 4) for value in seconds],
         "tokens_per_s": round(tokens / middle),
-        "model_tflops_per_s": round(model_flops(model, case) / middle / 1e12, 1),
-        "utilisation": round(model_flops(model, case) / middle / 1e12 / peak_tflops, 4),
+        "model_tflops_per_s": round(model_flops(weights, case) / middle / 1e12, 1),
+        "utilisation": round(model_flops(weights, case) / middle / 1e12 / peak_tflops, 4),
         **(memory(device) if device.type == "cuda" else {}),
     }
 
@@ -240,7 +273,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
     device, found = torch.device(options.device), []
-    for case in [*CASES, TRIAL]:
+    for case in [*CASES, *TRIALS]:
         if case.name not in (options.names or [case.name for case in CASES]):
             continue
         try:

@@ -91,15 +91,18 @@ def test_the_head_in_bfloat16():
 
 
 def test_a_step_does_not_wait_for_the_device():
-    model = model_of("llama").to(GPU)
-    batch = packed(random_samples(count=6), row_tokens=200)
-    trainer = Trainer(model, trainer_settings(loss_options()))
-    trainer.train([batch])
-    score, rows = Scorer(model), [to_tensors(row, GPU) for row in batch.rows]
-    score(rows[0])[0].sum().backward()
+    model = model_of("llama").to(GPU, torch.bfloat16)
+    use_attention(model, "auto")
+    batch = packed(random_samples(count=12), row_tokens=60)
+    trainer = Trainer(model, trainer_settings(loss_options(), compiled=True, master_weights="float32"))
+    for _ in range(2):  # what is compiled first is compiled for one length, then for any
+        trainer.train([batch])
+    score = Scorer(model)
+    assert len(batch.rows) > 2
     with no_waits():
-        for row in rows:
-            score(row)[0].sum().backward()
+        for row in batch.rows:
+            score(to_tensors(row, GPU))[0].sum().backward()
+        trainer.optimizer.step(1e-3)
 
 
 def test_layers_prepared_twice_are_plain_after():

@@ -108,6 +108,11 @@ def _refusals(recipe: Recipe) -> Iterator[str]:
             f"engine.kind=vllm with trainer.num_ranks={trainer.num_ranks}: vLLM in the driver's process goes with one rank; "
             "use engine.kind=vllm_server, or trainer.num_ranks=1"
         )
+    if recipe.model.attention == "flash_attention_2" and recipe.model.dtype == "float32":
+        yield (
+            "model.attention=flash_attention_2: its kernels take weights of 16 bits, and model.dtype=float32; set "
+            "model.dtype=bfloat16, or model.attention=auto"
+        )
     yield from _adapter_refusals(recipe)
     if trainer.optimizer_steps_per_batch > rollout.groups_per_step:
         yield (

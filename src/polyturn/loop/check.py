@@ -95,7 +95,12 @@ def refuse_unsendable(recipe: Recipe, tasks: TaskSource) -> None:
 
 
 def check_packages(recipe: Recipe) -> None:
-    """Raise MissingDependencyError when the recipe's way to save memory needs a package that is not installed."""
+    """Raise MissingDependencyError when what the recipe asks of the trainer needs a package that is not installed."""
+    if recipe.model.attention == "flash_attention_2" and not has_package("flash_attn"):
+        raise MissingDependencyError(
+            "model.attention=flash_attention_2 needs the package flash_attn; pip install flash-attn, or use "
+            "model.attention=auto, which has kernels of that kind without a package"
+        )
     needs = {
         "model.lora": ("peft", "lora", recipe.model.lora is not None),
         f"model.quantize={recipe.model.quantize}": ("bitsandbytes", "quantization", recipe.model.quantize is not None),

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from polyturn.errors import ModelError
+from polyturn.errors import ConfigError, ModelError
 from polyturn.models.adapters import has_adapters, load_adapters, merge_adapters, save_adapters
 
 _TOKENIZER_FILES = (
@@ -32,7 +32,10 @@ def load_model(
 
     Raises:
         ModelError: transformers can't load it, or its files lack weights, which transformers would make up at random.
+        ConfigError: what is asked for runs on GPUs only.
     """
+    if attention == "flash_attention_2" and device.type != "cuda":
+        raise ConfigError(f"model.attention=flash_attention_2 does not run on {device.type}; use model.attention=auto")
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"dtype": getattr(torch, dtype)}

@@ -159,7 +159,6 @@ def _caveats(facts: ModelFacts, load: TrainerLoad) -> tuple[str, ...]:
         "the hf engine's KV cache, prefill and logits: worst cases, not measured": True,
         "activations of float32 weights": load.dtype == "float32",
         "attention with a mask": load.masked,
-        "trainer.activations=full": load.activations == "full",
         "activations of experts": facts.experts_per_token > 0,
         "activations of latent attention": facts.latent_numbers is not None,
         "activations where heads x head size is not the hidden size": facts.heads * facts.head_dim != facts.hidden,

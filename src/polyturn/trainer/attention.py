@@ -43,11 +43,14 @@ def use_plain_attention(model: Any) -> None:
 
 
 def _register() -> None:
-    """Tell transformers of it. Safe to call again."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    """Tell transformers of it. Safe to call again.
+
+    No kind of mask is registered beside it: transformers then makes none, and does not look for samples in the positions, which
+    would wait for the GPU in every row.
+    """
+    from transformers import AttentionInterface
 
     AttentionInterface.register(VARLEN, varlen_attention)
-    AttentionMaskInterface.register(VARLEN, _no_mask)
 
 
 def varlen_attention(
@@ -75,12 +78,8 @@ def varlen_attention(
     length = query_TND.shape[0]
     if cu_seq_lens_q is None or max_length_q is None:
         cu_seq_lens_q, max_length_q = torch.tensor([0, length], dtype=torch.int32, device=query_TND.device), length
-    groups = query_TND.shape[1] // key_TMD.shape[1]
-    options: dict[str, Any] = {}
-    if groups > 1 and _GROUPS_HEADS:
-        options["enable_gqa"] = True
-    elif groups > 1:
-        key_TMD, value_TMD = (states.repeat_interleave(groups, dim=1) for states in (key_TMD, value_TMD))
+    # The kernel groups query heads over fewer key heads itself; torch 2.11 lets it, later ones want to be told.
+    options: dict[str, Any] = {"enable_gqa": True} if _ASKS_FOR_GROUPS else {}
     left = -1 if sliding_window is None else sliding_window - 1
     out_TND = varlen_attn(
         query_TND,
@@ -98,11 +97,6 @@ def varlen_attention(
     return out_TND[None], None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Where samples begin and end is told by their lengths."""
-    return
-
-
 def _available() -> bool:
     try:
         import torch.nn.attention.varlen
@@ -111,8 +105,8 @@ def _available() -> bool:
     return "window_size" in inspect.signature(torch.nn.attention.varlen.varlen_attn).parameters
 
 
-def _groups_heads() -> bool:
-    """Whether this torch repeats the key heads itself (from 2.12 on)."""
+def _asks_for_groups() -> bool:
+    """Whether this torch refuses fewer key heads than query heads unless told that they are groups (from 2.12 on)."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -120,7 +114,7 @@ def _groups_heads() -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-_GROUPS_HEADS = _groups_heads()
+_ASKS_FOR_GROUPS = _asks_for_groups()
 
 
 def _squashes(config: Any) -> bool:

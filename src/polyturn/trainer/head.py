@@ -16,8 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_GPU_CHUNK_BYTES = 1 << 30
+"""Of one chunk's logits in float32. For each chunk the backward pass reads and writes the head's whole gradient in float32, as
+many bytes as the logits of H tokens: few, large chunks are faster."""
 _CHUNK_BYTES = 256 << 20
-"""Of one chunk's logits in float32."""
+"""Elsewhere, where memory is scarce and products are slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +41,14 @@ def head_logprobs(
     *,
     bias_V: Tensor | None = None,
     shape: HeadShape | None = None,
-    chunk_bytes: int = _CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`logprobs_N`, with gradient to hidden states, weight and bias, and `entropy_N`, without; both float32.
 
     `logprobs_N[n]` is of `targets_N[n]` under logits divided by `temperature_N[n]`. With a float32 weight the head is computed
     in float32, whatever the hidden states are.
     """
+    chunk_bytes = chunk_bytes or (_GPU_CHUNK_BYTES if weight_VH.is_cuda else _CHUNK_BYTES)
     chunk = max(1, chunk_bytes // (4 * weight_VH.shape[0]))
     logprobs_N, entropy_N = _Head.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature_N, shape or HeadShape(), chunk)  # type: ignore[no-untyped-call]
     return logprobs_N, entropy_N
@@ -64,19 +68,20 @@ class _Head(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprobs_N = torch.empty(len(hidden_NH), dtype=_sums_in(weight_VH), device=hidden_NH.device)
         entropy_N, normaliser_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        inverse_N = temperature_N.to(logprobs_N.dtype).reciprocal()
         summarise = _fused(_summary, hidden_NH.device)
         for part in _chunks(len(hidden_NH), chunk):
             product_CV = _product(hidden_NH[part].to(weight_VH.dtype), weight_VH)
-            numbers = summarise(product_CV, bias_V, temperature_N[part], targets_N[part], shape.scale, shape.softcap)
+            numbers = summarise(product_CV, bias_V, inverse_N[part], targets_N[part], shape.scale, shape.softcap)
             logprobs_N[part], entropy_N[part], normaliser_N[part] = numbers
-        context.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, temperature_N, normaliser_N)
+        context.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, inverse_N, normaliser_N)
         context.shape, context.chunk = shape, chunk
         context.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(context: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V, targets_N, temperature_N, normaliser_N = context.saved_tensors
+        hidden_NH, weight_VH, bias_V, targets_N, inverse_N, normaliser_N = context.saved_tensors
         needs_hidden, needs_weight, needs_bias = context.needs_input_grad[:3]
         shape: HeadShape = context.shape
         grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
@@ -86,7 +91,7 @@ class _Head(torch.autograd.Function):
         differentiate = _fused(_grad_product, hidden_NH.device)
         for part in _chunks(len(hidden_NH), context.chunk):
             states_CH = hidden_NH[part].to(weight_VH.dtype)
-            numbers = (bias_V, temperature_N[part], targets_N[part], normaliser_N[part], grad_N[part])
+            numbers = (bias_V, inverse_N[part], targets_N[part], normaliser_N[part], grad_N[part])
             kept = _sums_in(weight_VH) if grad_bias_V is not None else weight_VH.dtype
             grad_CV = differentiate(_product(states_CH, weight_VH), *numbers, shape.scale, shape.softcap, kept)
             if grad_bias_V is not None:
@@ -105,40 +110,46 @@ class _Head(torch.autograd.Function):
 
 
 def _scaled(
-    product_CV: Tensor, bias_V: Tensor | None, temperature_C: Tensor, scale: float, softcap: float | None
+    product_CV: Tensor, bias_V: Tensor | None, inverse_C: Tensor, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits over temperature, and the slope of the soft cap where there is one."""
+    """Logits over temperature, and the slope of the soft cap where there is one.
+
+    `inverse_C` is one over the temperature: a GPU divides so slowly that it would read the logits at half its speed.
+    """
     logits_CV = product_CV if bias_V is None else product_CV + bias_V
     if scale != 1.0:
         logits_CV = logits_CV * scale
     if softcap is None:
-        return logits_CV / temperature_C[:, None], None
+        return logits_CV * inverse_C[:, None], None
     squashed_CV = torch.tanh(logits_CV / softcap)
-    return squashed_CV * softcap / temperature_C[:, None], 1 - squashed_CV * squashed_CV
+    return squashed_CV * softcap * inverse_C[:, None], 1 - squashed_CV * squashed_CV
 
 
 def _summary(
     product_CV: Tensor,
     bias_V: Tensor | None,
-    temperature_C: Tensor,
+    inverse_C: Tensor,
     targets_C: Tensor,
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of the targets, entropy, and log of the normaliser, `[C]` each, given hidden states x head."""
-    scaled_CV, _ = _scaled(product_CV, bias_V, temperature_C, scale, softcap)
-    normaliser_C = torch.logsumexp(scaled_CV, dim=-1)
-    logprobs_C = scaled_CV.gather(-1, targets_C[:, None])[:, 0] - normaliser_C
-    probs_CV = torch.exp(scaled_CV - normaliser_C[:, None])
+    scaled_CV, _ = _scaled(product_CV, bias_V, inverse_C, scale, softcap)
+    top_C = scaled_CV.amax(-1)
+    # Two sums of the same numbers: fused, the logits are read twice in all, where log-sum-exp and an entropy read them thrice.
+    parts_CV = torch.exp(scaled_CV - top_C[:, None])
+    sum_C = parts_CV.sum(-1)
     # H = log Z - E[logit]; a logit of -inf has no part in it, and 0 x inf would be nan.
-    expected_C = torch.where(probs_CV > 0, probs_CV * scaled_CV, 0.0).sum(-1)
+    expected_C = torch.where(parts_CV > 0, parts_CV * scaled_CV, 0.0).sum(-1) / sum_C
+    normaliser_C = top_C + torch.log(sum_C)
+    logprobs_C = scaled_CV.gather(-1, targets_C[:, None])[:, 0] - normaliser_C
     return logprobs_C, normaliser_C - expected_C, normaliser_C
 
 
 def _grad_product(
     product_CV: Tensor,
     bias_V: Tensor | None,
-    temperature_C: Tensor,
+    inverse_C: Tensor,
     targets_C: Tensor,
     normaliser_C: Tensor,
     grad_C: Tensor,
@@ -147,8 +158,8 @@ def _grad_product(
     dtype: torch.dtype,
 ) -> Tensor:
     """The gradient with respect to hidden states x head (and bias), `[C, V]`: grad x (1[target] - p) x what follows."""
-    scaled_CV, slope_CV = _scaled(product_CV, bias_V, temperature_C, scale, softcap)
-    factor_C = grad_C * (scale / temperature_C)
+    scaled_CV, slope_CV = _scaled(product_CV, bias_V, inverse_C, scale, softcap)
+    factor_C = grad_C * (scale * inverse_C)
     is_target_CV = torch.arange(product_CV.shape[-1], device=product_CV.device) == targets_C[:, None]
     grad_CV = (is_target_CV.to(scaled_CV.dtype) - torch.exp(scaled_CV - normaliser_C[:, None])) * factor_C[:, None]
     return (grad_CV if slope_CV is None else grad_CV * slope_CV).to(dtype)
@@ -162,7 +173,8 @@ def _fused(function: Callable[..., Any], device: torch.device) -> Callable[..., 
     if device.type != "cuda":
         return function
     if function not in _COMPILED:
-        _COMPILED[function] = torch.compile(function, dynamic=True)
+        # Not `dynamic`: the vocabulary stays a constant then, and an index into the logits costs no division by a variable.
+        _COMPILED[function] = torch.compile(function)
     return _COMPILED[function]
 
 
@@ -180,7 +192,7 @@ def _add_product(total_VH: Tensor, inner_CV: Tensor, hidden_CH: Tensor) -> None:
     if inner_CV.dtype == _sums_in(inner_CV):
         total_VH.addmm_(inner_CV.T, hidden_CH)
     elif inner_CV.is_cuda:
-        total_VH += torch.mm(inner_CV.T, hidden_CH, out_dtype=torch.float32)
+        torch.addmm(total_VH, inner_CV.T, hidden_CH, out_dtype=torch.float32, out=total_VH)
     else:
         total_VH.addmm_(inner_CV.T.float(), hidden_CH.float())
 

@@ -17,7 +17,8 @@ from polyturn.errors import ModelError
 
 Activations: TypeAlias = Literal["keep", "selective", "full"]
 
-_KEPT = ("aten::mm", "aten::addmm", "aten::_scaled_dot_product", "aten::_flash_attention", "torch_attn::_varlen_attn")
+_ATTENTION = ("aten::_scaled_dot_product", "aten::_flash_attention", "torch_attn::_varlen_attn", "flash_attn::_flash_attn")
+_KEPT = ("aten::mm", "aten::addmm", *_ATTENTION)
 """What selective recomputation keeps: products and attention, dear to compute; the rest is cheap, and most of the memory."""
 _CHANGED: dict[tuple[type[torch.nn.Module], Activations, bool], type[torch.nn.Module]] = {}
 

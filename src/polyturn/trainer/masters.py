@@ -34,12 +34,12 @@ class MasterOptimizer:
         settings: TrainerSettings,
         exact: Sequence[Tensor | None] | None = None,
     ) -> None:
-        self._offload = settings.offload_optimizer
-        lane = _Lane(parameters[0].device) if self._offload else None
-        self._masters: list[_Master] = [
-            _Master(parameter, start) if lane is None else _Offloaded(parameter, start, lane)
-            for parameter, start in zip(parameters, exact or [None] * len(parameters), strict=True)
-        ]
+        starts = exact or [None] * len(parameters)
+        self._offloaded: list[_Offloaded] = []
+        if settings.offload_optimizer:
+            lane = _Lane(parameters[0].device)
+            self._offloaded = [_Offloaded(*pair, lane) for pair in zip(parameters, starts, strict=True)]
+        self._masters: list[_Master] = [*self._offloaded] or [_Master(*pair) for pair in zip(parameters, starts, strict=True)]
         self._copies = [master.copy for master in self._masters]
         self._rule = build_rule([(copy, copy.ndim) for copy in self._copies], settings)
         # Whoever trains the model next has an optimizer of its own: this one takes no gradients once it is gone.
@@ -57,7 +57,9 @@ class MasterOptimizer:
         """See `PolicyOptimizer.step`; a parameter becomes its copy, rounded to the nearest."""
         self.gradients()  # whoever changed none of them need not have asked
         apply(self._rule, learning_rate)
-        for master in self._masters:
+        if not self._offloaded:
+            torch._foreach_copy_([master.parameter for master in self._masters], [*self._copies])
+        for master in self._offloaded:
             master.give()
 
     def zero_grad(self) -> None:
@@ -83,7 +85,7 @@ class MasterOptimizer:
         kept = {"master": bytes_of(self._copies), "optimizer_state": state_bytes([self._rule])}
         staging = bytes_of(master.staging for master in self._masters if master.staging is not None)
         gradients = gradient_bytes(self._copies) + staging
-        if self._offload:
+        if self._offloaded:
             return Placed(device=Held(weights=weights), cpu=Held(gradients=gradients, **kept))
         return Placed(device=Held(weights=weights, gradients=gradients, **kept))
 
@@ -111,10 +113,6 @@ class _Master:
 
     def settle(self) -> None:
         """Wait until all that was taken is added up."""
-
-    def give(self) -> None:
-        """The copy becomes the parameter."""
-        self.parameter.copy_(self.copy)
 
     def forget(self) -> None:
         """Drop what was taken and not added up."""
@@ -183,6 +181,7 @@ class _Offloaded(_Master):
         self._add(self.staging)
 
     def give(self) -> None:
+        """The copy becomes the parameter."""
         # Rounded here, before it travels. The next gradient comes into the same buffer after this copy: the lane waits for it.
         self.staging.copy_(self.copy)
         self.parameter.copy_(self.staging, non_blocking=True)

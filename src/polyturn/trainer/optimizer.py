@@ -7,7 +7,7 @@ they are kept, and what a step changes first, differs: see `in_place`, `rounded`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -56,16 +56,14 @@ def build_optimizer(
     return (RoundedOptimizer if settings.master_weights == "stochastic" else InPlaceOptimizer)(trained, settings)
 
 
-def clip(gradients: Sequence[Tensor], longest: float) -> Tensor:
+def clip(gradients: list[Tensor], longest: float) -> Tensor:
     """Scale `gradients` in place so that their norm, all together, is at most `longest`. Returns what it was, float32."""
     if not gradients:
         return torch.zeros(())
     # Also of bfloat16 gradients the norm is a float32 number: in bfloat16 it would be off by half a percent.
     kind = torch.promote_types(gradients[0].dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one, dtype=kind) for one in gradients]))
-    factor = (longest / (norm + 1e-6)).clamp_max(1.0)
-    for gradient in gradients:
-        gradient.mul_(factor)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, dtype=kind)))
+    torch._foreach_mul_(gradients, (longest / (norm + 1e-6)).clamp_max(1.0))
     return norm
 
 

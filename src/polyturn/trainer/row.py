@@ -5,8 +5,9 @@ Shapes: T tokens of a row, N trained tokens of it, S its samples and one more.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ def to_tensors(row: PackedRow, device: torch.device) -> RowTensors:
     trained = np.flatnonzero(row.loss_mask)
 
     def tensor(values: Any) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+        return to_device(values, device)
 
     return RowTensors(
         input_ids_T=tensor(row.input_ids),
@@ -54,3 +55,33 @@ def to_tensors(row: PackedRow, device: torch.device) -> RowTensors:
         trajectory_index_N=tensor(row.trajectory_index[trained]),
         turn_index_N=tensor(row.turn_index[trained]),
     )
+
+
+def to_device(values: Any, device: torch.device) -> torch.Tensor:
+    """A numpy array as a tensor on `device`, for which nothing waits: a GPU fetches it from pinned memory in its own time."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class RowsOnDemand(Sequence[RowTensors]):
+    """Packed rows that become tensors when they are first asked for: a GPU computes one row while the next is made ready."""
+
+    def __init__(self, rows: Sequence[PackedRow], bring: Callable[[PackedRow], RowTensors]) -> None:
+        self._rows = rows
+        self._bring = bring
+        self._brought: dict[int, RowTensors] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> RowTensors: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RowTensors]: ...
+    def __getitem__(self, index: int | slice) -> RowTensors | list[RowTensors]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(len(self))[index]]
+        index = range(len(self))[index]
+        if index not in self._brought:
+            self._brought[index] = self._bring(self._rows[index])
+        return self._brought[index]

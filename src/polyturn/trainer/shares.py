@@ -106,8 +106,8 @@ def _cut(batch: TrainBatch, num_ranks: int, settings: TrainerSettings, on_policy
 
 def _some_segment_is_cut(batch: TrainBatch) -> bool:
     """Whether the trained tokens of some trajectory lie in several rows."""
-    trajectories = [set(row.trajectory_index[row.loss_mask].tolist()) for row in batch.rows]
-    return len(set().union(*trajectories)) < sum(map(len, trajectories))
+    trajectories = [np.unique(row.trajectory_index[row.loss_mask]) for row in batch.rows]
+    return len(np.unique(np.concatenate(trajectories))) < sum(map(len, trajectories))
 
 
 def _balanced(costs: Sequence[int], num_ranks: int) -> list[list[int]]:

@@ -24,7 +24,7 @@ from polyturn.trainer.optimizer import build_optimizer, clip, learning_rate_at
 from polyturn.trainer.ranks import Alone, Ranks
 from polyturn.trainer.record import Record
 from polyturn.trainer.reference import present, reference_of, without_gradient
-from polyturn.trainer.row import RowTensors, to_tensors
+from polyturn.trainer.row import RowsOnDemand, RowTensors, to_device, to_tensors
 from polyturn.trainer.scorer import Scorer, refuse_mixed_samples
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.shares import Share, from_bytes, share_out, to_bytes
@@ -38,7 +38,7 @@ _TRAIN, _END = "train", "end"
 class _Prepared:
     """A share on the device, with what its loss needs from outside a row. Lists run over rows."""
 
-    rows: list[RowTensors]
+    rows: Sequence[RowTensors]
     token_weights: list[Tensor]
     old_logprobs: list[Tensor] | None
     """The policy's before the first optimizer step on this batch; None where this forward is that policy."""
@@ -154,13 +154,13 @@ class Trainer:
         return record.metrics(self._ranks.gather(record.note(), "the metrics of a step"))
 
     def _prepare(self, share: Share, record: Record, *, keep_old: bool) -> _Prepared:
-        rows = [to_tensors(row, self._device) for row in share.rows]
+        rows = RowsOnDemand(share.rows, lambda row: to_tensors(row, self._device))
         for row in share.rows:
             ages = self.version - row.policy_version[row.loss_mask]
             record.ages.append((float(ages.sum()), len(ages)))
         return _Prepared(
             rows=rows,
-            token_weights=[torch.from_numpy(weights).to(self._device) for weights in share.token_weights],
+            token_weights=[to_device(weights, self._device) for weights in share.token_weights],
             old_logprobs=without_gradient(self._score, rows) if keep_old else None,
             reference_logprobs=None if self._reference is None else self._reference.logprobs(rows),
             whole_segments=share.whole_segments,

@@ -75,7 +75,7 @@ def test_a_class_of_the_users_own(user_module: str) -> None:
         ("grpo", {"normalise_then_sum": True, "weights": {"a": "b"}}, r"weights=.* doesn't fit grpo"),
         ("turn_rtg", {"gamma": 2.0}, r"gamma=2.0 is no discount"),
         ("my_credit:Halvd", {}, r"my_credit has no Halvd; did you mean Halved\?"),
-        ("my_credit:Halved", {}, r"missing a required argument: 'factor'"),
+        ("my_credit:Halved", {}, r"missing a required (keyword-only )?argument: 'factor'"),
         ("my_credit:Halved", {"factor": "x"}, r"factor='x' doesn't fit"),
         ("my_credit:NotCallable", {}, r"can't be called; give its class a method __call__"),
         ("my_credit:NotCallable", {"a": 1}, r"a is no option of my_credit:NotCallable; it has none"),

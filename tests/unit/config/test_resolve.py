@@ -127,6 +127,11 @@ HALF = {"path": "some/model", "dtype": "bfloat16"}
             {"model": {"lora": {"rank": 16}}},
         ),
         (
+            {"model": MODEL | {"attention": "flash_attention_2"}},
+            "its kernels take weights of 16 bits",
+            {"model": {"dtype": "bfloat16"}},
+        ),
+        (
             {"model": MODEL | {"lora": {"dropout": 0.1}}},
             "nothing is dropped",
             {"model": {"lora": {"dropout": 0.0}}},

@@ -32,6 +32,15 @@ def test_a_package_that_is_missing(monkeypatch, sections, package, extra):
     check_packages(make_recipe(**sections))
 
 
+def test_attention_of_a_package_that_is_missing(monkeypatch):
+    recipe = make_recipe(model={**HALF, "attention": "flash_attention_2"})
+    monkeypatch.setattr(check, "has_package", lambda name: name != "flash_attn")
+    with pytest.raises(MissingDependencyError, match=r"needs the package flash_attn; .* or use model\.attention=auto"):
+        check_packages(recipe)
+    monkeypatch.setattr(check, "has_package", lambda name: name == "flash_attn")
+    check_packages(recipe)
+
+
 def test_a_recipe_without_them_needs_none(monkeypatch):
     monkeypatch.setattr(check, "has_package", lambda name: False)
     check_packages(make_recipe())

@@ -105,8 +105,15 @@ async def test_a_cancelled_program_is_ended():
 
 
 @pytest.mark.parametrize("isolation", ["auto", "filters"])
-async def test_nothing_is_used_up(isolation, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+async def test_nothing_is_used_up(isolation, monkeypatch):
+    # Not in pytest's folder: its parents are root's own, and the programs of root run as another user.
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        await nothing_is_used_up(isolation, Path(name))
+
+
+async def nothing_is_used_up(isolation, folder):
     sandbox = LocalSandbox(LIMITS, isolation=isolation)
     await sandbox.start()
     try:
@@ -119,10 +126,10 @@ async def test_nothing_is_used_up(isolation, tmp_path, monkeypatch):
             assert (await sandbox.run_tests(Program(source="def f(): return 1"), tests)).all_passed
         assert open_descriptors() == before
         await gone(sandbox.pid)
-        assert sorted(path for path in tmp_path.rglob("*") if path.is_file() or path.name.isdigit()) == []
+        assert sorted(path for path in folder.rglob("*") if path.is_file() or path.name.isdigit()) == []
     finally:
         await sandbox.stop()
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 async def test_no_more_run_at_once_than_allowed():

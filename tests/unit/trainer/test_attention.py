@@ -16,14 +16,13 @@ from polyturn.trainer.scorer import Scorer, refuse_mixed_samples
 CPU = torch.device("cpu")
 
 
-def slow_varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+def slow_varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
     """What the kernel computes, by its documentation, `[T, heads, size]`."""
     assert window_size[1] == 0, "causal"
     assert torch.equal(cu_q, cu_k)
     assert cu_q.dtype == torch.int32
     assert int((cu_q[1:] - cu_q[:-1]).max()) == max_q == max_k
     if query.shape[1] != key.shape[1]:
-        assert enable_gqa
         key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value))
     out = torch.empty_like(query)
     for start, end in zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), strict=True):
@@ -35,11 +34,17 @@ def slow_varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, wind
     return out
 
 
-@pytest.fixture(params=[True, False], ids=["groups heads", "repeats heads"])
+def telling_varlen(*tensors, enable_gqa=False, **options):
+    """That of a torch which has to be told of groups."""
+    assert enable_gqa or tensors[0].shape[1] == tensors[1].shape[1]
+    return slow_varlen(*tensors, **options)
+
+
+@pytest.fixture(params=[True, False], ids=["asks for groups", "takes groups"])
 def on_cpu(monkeypatch, request):
-    """As if the CPU had the kernel: of a torch that groups key heads itself, and of one that does not."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", slow_varlen)
-    monkeypatch.setattr(attention, "_GROUPS_HEADS", request.param)
+    """As if the CPU had the kernel: of a torch that has to be told that key heads are shared, and of one that can't be."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", telling_varlen if request.param else slow_varlen)
+    monkeypatch.setattr(attention, "_ASKS_FOR_GROUPS", request.param)
 
 
 def attend(model: torch.nn.Module) -> torch.nn.Module:
