@@ -16,7 +16,6 @@ the untrained policy; completions get shorter as the policy learns.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import random
@@ -61,15 +60,16 @@ def correct(trajectory: Any, task: Any) -> float:
     return float(is_right(trajectory.text, task.answer))
 
 
-def pool_bytes() -> int:
-    """What vLLM keeps for keys and values, in this process."""
-    runners = [thing for thing in gc.get_objects() if type(thing).__name__ in ("GPUModelRunner", "CPUModelRunner")]
-    tensors = {}
-    for runner in runners:
-        for cache in getattr(runner, "kv_caches", ()):
-            for tensor in cache if isinstance(cache, list | tuple) else [cache]:
-                tensors[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(tensors.values())
+def pool_bytes(engine: Any) -> int:
+    """What an engine of vLLM in this process keeps for keys and values."""
+    caches, sizes = [engine.model_executor.driver_worker.worker.model_runner.kv_caches], {}
+    while caches:
+        one = caches.pop()
+        if isinstance(one, list | tuple):
+            caches.extend(one)
+        else:
+            sizes[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+    return sum(sizes.values())
 
 
 def memory(pool: int) -> dict[str, float]:
@@ -197,7 +197,7 @@ def trl(model: Path, steps: int) -> dict[str, Any]:
 
     trainer.add_callback(Watch())
     trainer.train()
-    return {"steps": found, "memory": memory(pool_bytes())}
+    return {"steps": found, "memory": memory(pool_bytes(vllm.llm.llm_engine))}
 
 
 def polyturn(model: Path, steps: int) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def polyturn(model: Path, steps: int) -> dict[str, Any]:
         by_itself.extend(raw(core, model, rounds=8))
 
     def close_and_tell(core: Any) -> None:
-        pool.append(pool_bytes())
+        pool.append(pool_bytes(core._engine))
         close(core)
 
     async def push_and_reset(bridge: Any, version: int) -> None:
@@ -271,7 +271,7 @@ def _recipe(folder: Path, model: Path, steps: int, *, on_gpu: bool) -> dict[str,
             "extra_args": {"max_num_batched_tokens": 4096},
         },
         "algorithm": {"advantage": "grpo", "loss": "bnpo"},
-        "trainer": {"learning_rate": 1e-5, "warmup_steps": 0, "row_tokens": 16384, "betas": [0.9, 0.999]},
+        "trainer": {"learning_rate": 1e-5, "warmup_steps": 0, "betas": [0.9, 0.999]},
         "evaluation": {"episodes": 0},
         "logging": {"trajectories_every": 0},
     }
