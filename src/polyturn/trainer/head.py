@@ -114,7 +114,7 @@ def _scaled(
 ) -> tuple[Tensor, Tensor | None]:
     """Logits over temperature, and the slope of the soft cap where there is one.
 
-    `inverse_C` is one over the temperature: a GPU divides so slowly that it would read the logits at half its speed.
+    `inverse_C` is one over the temperature: C divisions and C x V products are less than C x V divisions.
     """
     logits_CV = product_CV if bias_V is None else product_CV + bias_V
     if scale != 1.0:
