@@ -35,8 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from polyturn.errors import ConfigError
     from polyturn.plan.hardware import load_hardware
     from polyturn.plan.models import model_facts
-    from polyturn.plan.nearest_fit import nearest_fit, smallest_gpu
-    from polyturn.plan.planner import make_plan
+    from polyturn.plan.nearest_fit import nearest_fit, plan_on, smallest_gpu
     from polyturn.plan.report import Verdict, as_object, lines
 
     if args.tasks is not None and args.tasks < 1:
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     hardware = load_hardware(*([args.hardware] if args.hardware else []))
     machine = _machine(args, hardware)
     facts = model_facts(recipe.model.path)
-    plan = make_plan(recipe, facts, num_tasks=args.tasks)
+    plan = plan_on(recipe, facts, machine, num_tasks=args.tasks)
     problems = plan.problems(machine) if machine is not None else ()
     verdict = Verdict(
         problems=problems,

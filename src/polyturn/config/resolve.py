@@ -123,7 +123,7 @@ def _adapter_refusals(recipe: Recipe) -> Iterator[str]:
             f"model.lora.dropout={lora.dropout:g}: the policy that is trained must be the one that sampled, so nothing is "
             "dropped; set model.lora.dropout=0"
         )
-    if recipe.engine.kind != "hf":
+    if recipe.engine.kind == "hf_server":
         yield (
             f"model.lora with engine.kind={recipe.engine.kind}: the engine must hold the same base weights, which only an "
             "engine in the driver's process is sure to; use engine.kind=hf, or set model.lora=null"
@@ -255,16 +255,34 @@ def _warmup(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]
 
 def _weight_sync(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
     """How the weights reach the engine follows from where it is; what can't reach it is refused."""
-    kind, mode = recipe.engine.kind, recipe.weight_sync.mode
-    fits, where = ("in_process", "in the driver's process") if kind == "hf" else ("nccl", "in processes of its own")
+    mode = recipe.weight_sync.mode
+    fitting, where = _modes(recipe)
     if mode == "auto":
-        reasons["weight_sync.mode"] = f"the engine is {where} (engine.kind={kind})"
-        return _with(recipe, "weight_sync", mode=fits)
-    if mode != fits:
-        raise ConfigError(
-            f"weight_sync.mode={mode} can't reach an engine that is {where} (engine.kind={kind}); use {fits}, or auto"
-        )
+        reasons["weight_sync.mode"] = where
+        return _with(recipe, "weight_sync", mode=fitting[0])
+    if mode not in fitting:
+        raise ConfigError(f"weight_sync.mode={mode} does not go with {where}; use {' or '.join(fitting)}, or auto")
     return recipe
+
+
+def _modes(recipe: Recipe) -> tuple[tuple[str, ...], str]:
+    """The modes that reach the engine, the usual one first, and what they follow from."""
+    engine, trainer = recipe.engine, recipe.trainer
+    here, own = "in the driver's process", "in processes of its own"
+    if engine.kind == "hf":
+        return ("in_process",), f"an engine {here} (engine.kind=hf)"
+    if engine.kind == "hf_server":
+        return ("nccl",), f"an engine {own} (engine.kind=hf_server)"
+    if recipe.model.lora is not None:
+        return ("lora",), f"adapters (model.lora) at an engine of vLLM (engine.kind={engine.kind})"
+    if engine.kind == "vllm":
+        if engine.device is None:
+            return ("single_copy", "in_process"), f"an engine {here}, on the trainer's GPU (engine.kind=vllm)"
+        return ("in_process",), f"an engine {here}, on a GPU of its own (engine.kind=vllm engine.device={engine.device})"
+    if engine.devices is not None and trainer.devices is not None and set(engine.devices) & set(trainer.devices):
+        where = f"an engine {own}, on the trainer's GPUs, which NCCL takes into a process group once (engine.kind=vllm_server)"
+        return ("single_copy", "restart"), where
+    return ("nccl", "single_copy", "restart"), f"an engine {own} (engine.kind=vllm_server)"
 
 
 def _loss(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:

@@ -70,7 +70,7 @@ def test_too_few_gpus():
     recipe = recipe_of("Qwen/Qwen2.5-0.5B", trainer={"num_ranks": 8}, engine={"kind": "hf_server"})
     machine, facts = HARDWARE.machine("p4de.24xlarge"), facts_of("Qwen/Qwen2.5-0.5B")
     problems = make_plan(recipe, facts).problems(machine)
-    assert problems[0] == "the run needs 9 GPUs, one for each rank and server; p4de.24xlarge has 8"
+    assert problems[0] == "the run needs 9 GPUs, one for each rank and each part of a server; p4de.24xlarge has 8"
     assert "trainer.num_ranks=7" in (nearest_fit(recipe, facts, machine) or ())
 
 
