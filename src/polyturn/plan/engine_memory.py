@@ -64,6 +64,16 @@ class PagedEngine:
         """Bytes without any cache."""
         return sum(term.bytes for term in self.terms)
 
+    @property
+    def weights(self) -> float:
+        """Bytes of its part of the weights."""
+        return sum(term.bytes for term in self.terms if term.name == "engine weights")
+
+    @property
+    def asleep(self) -> float:
+        """Bytes that stay when weights, cache and work are given back: graphs, and what is outside PyTorch."""
+        return sum(term.bytes for term in self.terms if term.name in ("engine non-torch", "CUDA graphs"))
+
     def refusal(self, context: int) -> str | None:
         """Why a context of so many tokens can't be served, and what can; None when it can."""
         if context <= self.tokens:
@@ -145,7 +155,7 @@ def _paged_terms(facts: ModelFacts, load: PagedLoad) -> tuple[Term, ...]:
         Term(
             name="engine weights",
             bytes=_served_weights(facts, width, parts),
-            formula=f"{facts.parameters:,} parameters x {width} bytes{each}, in the allocator's pages, and the table of positions",
+            formula=f"{facts.parameters:,} parameters x {width} bytes{each}, in pages, and the table of positions",
         ),
         Term(
             name="engine activations",
@@ -154,7 +164,11 @@ def _paged_terms(facts: ModelFacts, load: PagedLoad) -> tuple[Term, ...]:
             if forward >= sampled
             else f"peak of sampling {rows:,} rows of logits x (2 + {_SAMPLER_COPIES} float32 copies, assumed)",
         ),
-        Term(name="engine non-torch", bytes=NON_TORCH, formula="what CUDA and NCCL take outside PyTorch, as one start reported it"),
+        Term(
+            name="engine non-torch",
+            bytes=NON_TORCH,
+            formula="what CUDA and NCCL take outside PyTorch, as one start reported it",
+        ),
     ]
     if load.graphs:
         terms.append(Term(name="CUDA graphs", bytes=GRAPHS, formula="recorded batches, assumed"))

@@ -85,9 +85,9 @@ def refusals(recipe: Recipe, facts: ModelFacts) -> Iterator[str]:
     if mode == "nccl" and shared:
         seat = shared[0]
         yield (
-            f"weight_sync.mode=nccl between trainer-{seat.rank} and engine-{seat.engine} on GPU {seat.number}: NCCL takes a GPU "
-            "into a process group once, and refuses or hangs; give the engine a GPU of its own (engine.devices=null), or use "
-            f"weight_sync.mode={'lora' if recipe.model.lora else 'single_copy'}, or restart"
+            f"weight_sync.mode=nccl between trainer-{seat.rank} and engine-{seat.engine} on GPU {seat.number}: NCCL takes a "
+            "GPU into a process group once, and refuses or hangs; give the engine a GPU of its own (engine.devices=null), or "
+            f"use weight_sync.mode={'lora' if recipe.model.lora else 'single_copy'}, or restart"
         )
     elif shared and recipe.engine.kind == "hf_server":
         yield "engine.kind=hf_server on a GPU of the trainer: its weights come by nccl, which can't share one; use vllm_server"
@@ -115,25 +115,25 @@ def _single_copy_refusals(recipe: Recipe, where: tuple[Seat, ...]) -> Iterator[s
     parts, ranks = tensor_parallel(recipe), recipe.trainer.num_ranks
     if parts > 1:
         yield (
-            f"weight_sync.mode=single_copy with engine.tensor_parallel_size={parts}: the trainer's weights would be the engine's "
-            "parts of them, and Polyturn has no tensor-parallel trainer yet; use weight_sync.mode=nccl and GPUs of the "
-            "trainer's own"
+            f"weight_sync.mode=single_copy with engine.tensor_parallel_size={parts}: the trainer's weights would be the "
+            "engine's parts of them, and Polyturn has no tensor-parallel trainer yet; use weight_sync.mode=nccl and GPUs of "
+            "the trainer's own"
         )
     elif any(seat.engine is not None and seat.rank is None for seat in where):
         seat = next(seat for seat in where if seat.engine is not None and seat.rank is None)
         yield (
-            f"weight_sync.mode=single_copy with an engine on GPU {seat.number}, where no rank trains: weights are shared within a "
-            f"GPU only; set engine.{'devices' if is_server(recipe) else 'device'}=null, or weight_sync.mode=nccl with servers"
+            f"weight_sync.mode=single_copy with an engine on GPU {seat.number}, where no rank trains: weights are shared "
+            f"within a GPU only; set engine.{'devices' if is_server(recipe) else 'device'}=null, or use another mode"
         )
     elif any(seat.rank is not None and seat.engine is None for seat in where):
         yield (
-            f"weight_sync.mode=single_copy with {ranks} ranks and {num_engines(recipe)} engines: each rank shares its weights with "
-            f"an engine of its own; set engine.kind=vllm_server engine.num_servers={ranks}"
+            f"weight_sync.mode=single_copy with {ranks} ranks and {num_engines(recipe)} engines: each rank shares its weights "
+            f"with an engine of its own; set engine.kind=vllm_server engine.num_servers={ranks}"
         )
     if recipe.engine.dtype not in ("auto", recipe.model.dtype):
         yield (
-            f"weight_sync.mode=single_copy with engine.dtype={recipe.engine.dtype} and model.dtype={recipe.model.dtype}: shared "
-            "weights have one type; set engine.dtype=auto"
+            f"weight_sync.mode=single_copy with engine.dtype={recipe.engine.dtype} and model.dtype={recipe.model.dtype}: "
+            "shared weights have one type; set engine.dtype=auto"
         )
 
 

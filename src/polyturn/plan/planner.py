@@ -92,8 +92,8 @@ class Plan:
         limit = self.recipe.engine.max_model_len
         if is_paged(self.recipe) and limit is not None and limit < longest:
             found.append(
-                f"engine.max_model_len={limit} is shorter than a trajectory, of rollout.max_trajectory_tokens={longest}; leave it "
-                "out, or set it to that"
+                f"engine.max_model_len={limit} is shorter than a trajectory, of rollout.max_trajectory_tokens={longest}; leave "
+                "it out, or set it to that"
             )
         for gpu in self.gpus:
             refusal = None if gpu.engine is None else gpu.engine.refusal(context_of(self.recipe))

@@ -5,8 +5,8 @@
     sync      by mode: nothing, a copy on the GPU, a transfer, files, a restart
 
 Utilisation is what `benchmarks/trainer_throughput.py` measured on an H200, by size of the model (docs/performance.md); the
-engine's floor and overhead were set so that three runs of vLLM on an H100 come out within a third. A step is rollouts, then
-training, then a push, then the next; nothing overlaps. Not in it: tools and other replies of the environment, evaluation, start.
+engine's floor and overhead were set so that three runs of vLLM on an H100 come out within a factor of two. A step is rollouts,
+then training, then a push; nothing overlaps. Not in it: tools and other replies of the environment, evaluation, start.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ FILL = 0.5
 _UTILISATION = ((0.135e9, 0.19), (0.494e9, 0.21), (1.54e9, 0.36), (7.6e9, 0.46))
 """Parameters, and share of the bfloat16 peak; between them by the logarithm of the parameters."""
 _EAGER = 0.29 / 0.35
-_LAUNCH_S = 0.08 / 28
+_LAUNCH_S = 0.07 / 28
 """Of a layer and row, whatever is in it."""
-_AGAIN = {"keep": 0.0, "selective": 0.05, "full": 1 / 3}
-"""What is computed again, as a share of a step; `full` is one of three parts, a twentieth is more than was measured."""
+_AGAIN = {"keep": 0.0, "selective": 0.02, "full": 1 / 3}
+"""What is computed again, as a share of a step; `full` is one of three parts and was not measured."""
 _PREFILL = 0.4
 _READS = 0.8
 """Share of the memory's bandwidth that reading weights reaches."""
-_FLOOR_S, _SEQUENCE_S = 0.003, 20e-6
+_FLOOR_S, _SEQUENCE_S = 0.003, 30e-6
 _HF_LAYER_S = 1e-3
 """Of a layer and token in transformers, where kernels are launched one by one."""
 _LINKS = {True: 150e9, False: 12e9, None: 12e9}
@@ -44,6 +44,8 @@ _EFA = 0.7
 _DEFAULT_NETWORK_GBIT = 10.0
 _NCCL_FIXED_S, _NCCL_BYTES_S = 0.06, 22e9
 """3.09 GB were pushed in 0.2 s over NVLink, 0.06 s of which were pause, start and finish."""
+_ALL_REDUCE_S = {True: 15e-6, False: 60e-6, None: 60e-6}
+"""To add up something small over the GPUs of one engine, with NVLink and without: assumed. Twice a layer and token."""
 _DISK = 1e9
 _SERVER_START_S = 120.0
 _CPU_MEMORY = 10e9
@@ -112,9 +114,7 @@ def active_parameters(facts: ModelFacts) -> float:
     """Weights of the layers that a token is multiplied with: of its own experts only."""
     experts = next((linear.outputs for linear in facts.linears if linear.name == "router"), 0)
     share = facts.experts_per_token / experts if experts else 1.0
-    return sum(
-        linear.parameters * (share if linear.expert and linear.name != "router" else 1.0) for linear in facts.linears
-    )
+    return sum(linear.parameters * (share if linear.expert and linear.name != "router" else 1.0) for linear in facts.linears)
 
 
 def _training(plan: Plan, machine: Machine, trajectories: int, length: float, sampled: float) -> Part:
@@ -127,8 +127,10 @@ def _training(plan: Plan, machine: Machine, trajectories: int, length: float, sa
     if recipe.algorithm.loss_options.beta > 0:
         passes += 2
     head = facts.vocabulary * facts.hidden * sampled
-    operations = passes * trajectories * (
-        active_parameters(facts) * length + head + facts.layers * facts.heads * facts.head_dim * length * length
+    operations = (
+        passes
+        * trajectories
+        * (active_parameters(facts) * length + head + facts.layers * facts.heads * facts.head_dim * length * length)
     )
     peak_share = utilisation(facts.parameters) * (1.0 if trainer.compile != "off" else _EAGER)
     again = 1 + _AGAIN[trainer.activations]
@@ -178,6 +180,8 @@ def _rollout(plan: Plan, machine: Machine, trajectories: int, length: float, sam
     one_after_the_other = max(rounds, sampled)
     read = trajectories * (length if is_paged(recipe) else length * _turns(recipe, sampled))
     prefill = 2 * read * active_parameters(facts) / (machine.gpu.bf16_tflops * 1e12 * _PREFILL * engines * parts)
+    if parts > 1:
+        prefill += 2 * facts.layers * read / engines * facts.hidden * 2 * 2 * (parts - 1) / parts / link(machine, parts)
     return (
         Part(
             name="sample",
@@ -202,6 +206,8 @@ def _token_seconds(plan: Plan, machine: Machine, batch: float, length: float, pa
     cached = batch * length / 2 * facts.kv_bytes_per_token(width, latent=True) / parts / bandwidth
     paged = is_paged(plan.recipe)
     floor = (_FLOOR_S if paged else _HF_LAYER_S * facts.layers) + batch * _SEQUENCE_S
+    if parts > 1:
+        floor += 2 * facts.layers * (_ALL_REDUCE_S[machine.nvlink] + batch * facts.hidden * width / link(machine, parts))
     return (
         weights + cached + floor,
         f"{weights * 1e3:.1f} to read weights, {cached * 1e3:.1f} keys and values, {floor * 1e3:.1f} to launch and pick",
