@@ -51,6 +51,8 @@ class Instance(_Facts):
     gpu: str
     """Name of its GPUs."""
     count: Annotated[int, Field(gt=0)]
+    ram_gib: _Positive | None = None
+    """Memory of the machine itself; None where nobody said."""
     nvlink: bool = False
     """Between its GPUs."""
     efa_gbit_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0
@@ -75,6 +77,8 @@ class Machine:
     gpu_name: str
     gpu: Gpu
     count: int
+    ram_bytes: float | None = None
+    """Memory of each node itself; None where nobody said."""
     nvlink: bool | None = None
     """None where nobody said."""
     efa_gbit_s: float = 0
@@ -126,6 +130,7 @@ class Hardware:
             gpu_name=instance.gpu,
             gpu=self.gpus[instance.gpu],
             count=instance.count,
+            ram_bytes=None if instance.ram_gib is None else instance.ram_gib * (1 << 30),
             nvlink=instance.nvlink,
             efa_gbit_s=instance.efa_gbit_s,
             price=price,

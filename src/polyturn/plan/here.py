@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Sequence
@@ -76,9 +77,7 @@ def plan_here(recipe: Recipe, *, num_tasks: int | None, force: bool = False, smi
         return [*needs, *(f"does not fit, and is tried because of --force: {problem}" for problem in problems)]
     overrides = nearest_fit(recipe, facts, machine, num_tasks=num_tasks)
     way_out = "nothing known makes it fit" if overrides is None else f"nearest that fits: {' '.join(overrides)}"
-    raise ConfigError(
-        "\n".join(f"does not fit here: {problem}; {way_out}; --force tries it all the same" for problem in problems)
-    )
+    raise ConfigError("\n".join(f"does not fit here: {problem}; {way_out}; --force tries it anyway" for problem in problems))
 
 
 def _machine(name: str, total_mib: int, usable_mib: int, count: int) -> Machine:
@@ -87,7 +86,14 @@ def _machine(name: str, total_mib: int, usable_mib: int, count: int) -> Machine:
     kind = known_kind(name, total_mib)
     if kind is not None:
         gpu = load_hardware().gpu(kind).model_copy(update={"usable_mib": float(usable_mib), "usable_from": "measured"})
-    return Machine(name="this machine", gpu_name=kind or name, gpu=gpu, count=count)
+    return Machine(name="this machine", gpu_name=kind or name, gpu=gpu, count=count, ram_bytes=_ram())
+
+
+def _ram() -> float | None:
+    try:
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (OSError, ValueError):
+        return None
 
 
 def known_kind(name: str, total_mib: float) -> str | None:

@@ -21,7 +21,7 @@ _SHORTEST = 256
 _TRIAL = 2048
 """Tokens of a small trial batch: vLLM's own choice on small GPUs."""
 _SHARE_STEP = 0.05
-_PARTS = (2, 4, 8)
+_PARTS = (1, 2, 4, 8)
 
 
 def plan_on(recipe: Recipe, facts: ModelFacts, machine: Machine | None, *, num_tasks: int | None = None) -> Plan:
@@ -89,7 +89,7 @@ def _changes(recipe: Recipe, facts: ModelFacts, machine: Machine) -> Iterator[Ch
     if positions is not None and context > positions:
         context = positions
         cut = _context(recipe, positions)
-    for saving in ({}, *_savings(recipe, context)):
+    for saving in ({}, *_savings(recipe, context, offloads=machine.ram_bytes is not None)):
         for place in places:
             yield from _smaller_engines(recipe, facts, machine, place | cut | saving)
     hardest = {"trainer.activations": "full", "trainer.optimizer": "adamw_8bit", "trainer.master_weights": "stochastic"}
@@ -113,18 +113,18 @@ def _places(recipe: Recipe, machine: Machine) -> Iterator[Change]:
         apart["engine.devices"] = None
     if apart:
         yield fewer | apart
-    for parts in _PARTS:
-        if parts > tensor_parallel(recipe) and parts < machine.count:
-            left = max(1, min(ranks, machine.total - parts))
-            count = {} if left == recipe.trainer.num_ranks else {"trainer.num_ranks": left}
-            alone = {} if recipe.engine.num_servers == 1 else {"engine.num_servers": 1}
-            yield fewer | apart | {"engine.tensor_parallel_size": parts} | alone | count
-    if ranks == 1 and num_engines(recipe) == 1:
-        yield fewer | apart | {"engine.kind": "vllm", "engine.tensor_parallel_size": 1}
+    for parts in sorted(_PARTS, key=lambda parts: abs(parts - tensor_parallel(recipe))):
+        if parts < min(machine.count + 1, machine.total):
+            counts = {
+                "engine.tensor_parallel_size": (parts, recipe.engine.tensor_parallel_size),
+                "engine.num_servers": (1, recipe.engine.num_servers),
+                "trainer.num_ranks": (max(1, min(ranks, machine.total - parts)), recipe.trainer.num_ranks),
+            }
+            yield fewer | apart | {key: new for key, (new, old) in counts.items() if new != old}
 
 
-def _savings(recipe: Recipe, context: int) -> Iterator[Change]:
-    """Ways to hold less on a GPU, each on top of what costs less."""
+def _savings(recipe: Recipe, context: int, *, offloads: bool) -> Iterator[Change]:
+    """Ways to hold less on a GPU, each on top of what costs less. An offload only where the machine's own memory is known."""
     half = _half(recipe)
     yield half
     modes = ["keep", "selective", "full"]
@@ -133,18 +133,19 @@ def _savings(recipe: Recipe, context: int) -> Iterator[Change]:
         work = half | {"trainer.activations": mode}
         yield work
     if recipe.trainer.row_tokens is None or recipe.trainer.row_tokens > context:
-        work |= {"trainer.row_tokens": context}
+        work = work | {"trainer.row_tokens": context}
         yield work
     if recipe.model.lora is None:
         small = work | {"trainer.optimizer": "adamw_8bit"}
         yield small
         yield small | {"trainer.master_weights": "stochastic"}
-        yield work | {"trainer.offload_optimizer": True}
+        if offloads:
+            yield work | {"trainer.offload_optimizer": True}
         adapters: Change = {"model.lora.rank": 16}
         if is_paged(recipe) and recipe.weight_sync.mode != "auto":
             adapters["weight_sync.mode"] = "lora"
         yield work | adapters
-        work |= adapters
+        work = work | adapters
     if recipe.model.quantize is None:
         yield work | {"model.quantize": "8bit"}
     if recipe.model.quantize != "4bit":
@@ -166,11 +167,15 @@ def _smaller_engines(recipe: Recipe, facts: ModelFacts, machine: Machine, change
 
 def _other_shares(recipe: Recipe, facts: ModelFacts, machine: Machine, change: Change) -> Iterator[Change]:
     """Shares of the GPU with which the engine holds one whole context, with its trial batch and with a small one."""
+    try:
+        plan = plan_on(changed(recipe, change), facts, machine)
+    except ConfigError:
+        return
+    generating = [gpu for gpu in plan.gpus if gpu.engine is not None]
+    if not plan.short_contexts() and all(gpu.needed <= machine.gpu.usable_bytes for gpu in generating):
+        return  # another share would help nobody
     for trial in ({}, {"engine.extra_args.max_num_batched_tokens": _TRIAL}):
-        try:
-            bare = make_plan(changed(recipe, change | trial), facts).gpus
-        except ConfigError:
-            return
+        bare = make_plan(changed(recipe, change | trial), facts).gpus
         least = max((gpu.engine.budget for gpu in bare if gpu.engine is not None), default=0.0)
         share = math.ceil(least / machine.gpu.usable_bytes / _SHARE_STEP) * _SHARE_STEP
         if trial:

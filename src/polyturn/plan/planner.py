@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from polyturn.config.memory import ELEMENT_BYTES
 from polyturn.config.resolve import resolve
 from polyturn.config.schema import Recipe, filled
 from polyturn.errors import ConfigError
 from polyturn.plan.engine_load import at_once, context_of, hf_load, paged_load, share_of
 from polyturn.plan.engine_memory import PagedEngine, budget_of, hf_terms, paged_engine
 from polyturn.plan.hardware import Gpu, Machine
-from polyturn.plan.memory import Term, TrainerLoad, adapter_numbers, own_terms, peak, trainer_terms
+from polyturn.plan.memory import Term, TrainerLoad, adapter_numbers, held_bytes, own_terms, peak, trainer_terms
 from polyturn.plan.models import ModelFacts
 from polyturn.plan.placement import Seat, is_paged, is_server, refusals, role, seats, tensor_parallel
 
 GIB = 1 << 30
+PINNED = 1.4
+"""Pinned memory is taken in powers of two, at most twice what is needed; assumed on average."""
+HOST = 8.0 * GIB
+"""CPU memory of everything else: assumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +87,24 @@ class Plan:
                     f"{gpu.role}: {gpu.needed / GIB:.1f} GiB are needed, and {machine.gpu_name} leaves a process "
                     f"{machine.gpu.usable_bytes / GIB:.1f} GiB"
                 )
+        needed = self.host_bytes(machine)
+        if machine.ram_bytes is not None and needed > machine.ram_bytes:
+            found.append(
+                f"{needed / GIB:.0f} GiB of CPU memory are needed for what the trainer keeps there, and {machine.name} has "
+                f"{machine.ram_bytes / GIB:.0f}"
+            )
         return tuple(found)
+
+    def host_bytes(self, machine: Machine) -> float:
+        """CPU memory of the fullest node: what an offload and a waiting reference take, in pinned pages; 0 without them."""
+        load = trainer_load(self.recipe)
+        kept = held_bytes(self.facts, load).cpu.total
+        if load.reference == "cpu":
+            kept += self.facts.parameters * ELEMENT_BYTES[load.dtype]
+        if not kept:
+            return 0.0
+        ranks = max(Counter(seat.number // machine.count for seat in seats(self.recipe) if seat.rank is not None).values())
+        return ranks * kept * PINNED + HOST
 
     def short_contexts(self) -> tuple[str, ...]:
         """Trajectories that are longer than the model's positions, or than an engine can hold."""

@@ -159,10 +159,9 @@ def _machine_line(machine: Machine) -> str:
     links = {True: ", NVLink", False: ", no NVLink", None: ""}[machine.nvlink]
     price = "" if machine.total_price is None else f", ${machine.total_price:.2f} an hour on {machine.price_date}"
     nodes = f"{machine.nodes} x " if machine.nodes > 1 else ""
-    return (
-        f"machine: {nodes}{machine.name}, {machine.count} x {machine.gpu_name} of {gpu.usable_bytes / GIB:.1f} GiB "
-        f"({gpu.usable_from}){links}{price}"
-    )
+    kind = f"{machine.count} x {machine.gpu_name}"
+    gpus = "" if machine.name == kind else f", {kind}"
+    return f"machine: {nodes}{machine.name}{gpus} of {gpu.usable_bytes / GIB:.1f} GiB ({gpu.usable_from}){links}{price}"
 
 
 def _chosen_lines(plan: Plan) -> list[str]:
