@@ -12,7 +12,7 @@ from polyturn.plan.engine_load import OWN_SHARE
 from polyturn.plan.hardware import Gpu, Hardware, Machine
 from polyturn.plan.models import ModelFacts
 from polyturn.plan.placement import is_paged, is_server, num_engines, tensor_parallel
-from polyturn.plan.planner import Plan, make_plan
+from polyturn.plan.planner import Plan, make_plan, room
 
 Change: TypeAlias = "dict[str, Any]"
 """New values by dotted key, such as `trainer.activations`."""
@@ -172,7 +172,7 @@ def _other_shares(recipe: Recipe, facts: ModelFacts, machine: Machine, change: C
     except ConfigError:
         return
     generating = [gpu for gpu in plan.gpus if gpu.engine is not None]
-    if not plan.short_contexts() and all(gpu.needed <= machine.gpu.usable_bytes for gpu in generating):
+    if not plan.short_contexts() and all(gpu.needed <= room(machine.gpu) for gpu in generating):
         return  # another share would help nobody
     for trial in ({}, {"engine.extra_args.max_num_batched_tokens": _TRIAL}):
         bare = make_plan(changed(recipe, change | trial), facts).gpus

@@ -19,6 +19,8 @@ from polyturn.plan.models import ModelFacts
 from polyturn.plan.placement import Seat, is_paged, is_server, refusals, role, seats, tensor_parallel
 
 GIB = 1 << 30
+HEADROOM = 0.03
+"""Share of a GPU that a plan leaves free: as much as it was off where it was held against measurements."""
 PINNED = 1.4
 """Pinned memory is taken in powers of two, at most twice what is needed; assumed on average."""
 HOST = 8.0 * GIB
@@ -76,16 +78,16 @@ class Plan:
 
     def fits_on(self, gpu: Gpu) -> bool:
         """Whether such GPUs, as many as are needed, are large enough, and the model's context too."""
-        return self.needed <= gpu.usable_bytes and not (self.refused or self.short_contexts())
+        return self.needed <= room(gpu) and not (self.refused or self.short_contexts())
 
     def problems(self, machine: Machine) -> tuple[str, ...]:
         """Why the run does not fit on `machine`, a sentence each; nothing when it does."""
         found = [*self.refused, *self.short_contexts(), *self._too_few(machine)]
         for gpu in self.gpus:
-            if gpu.needed > machine.gpu.usable_bytes:
+            if gpu.needed > room(machine.gpu):
                 found.append(
                     f"{gpu.role}: {gpu.needed / GIB:.1f} GiB are needed, and {machine.gpu_name} leaves a process "
-                    f"{machine.gpu.usable_bytes / GIB:.1f} GiB"
+                    f"{machine.gpu.usable_bytes / GIB:.1f} GiB, of which {HEADROOM:.0%} stay free"
                 )
         needed = self.host_bytes(machine)
         if machine.ram_bytes is not None and needed > machine.ram_bytes:
@@ -139,6 +141,11 @@ class Plan:
                 f"engine.tensor_parallel_size={parts}: a server lies on one node, and {machine.name} has {_gpus(machine.count)}"
             )
         return found
+
+
+def room(gpu: Gpu) -> float:
+    """Bytes of a GPU that a plan may fill."""
+    return gpu.usable_bytes * (1 - HEADROOM)
 
 
 def make_plan(

@@ -9,7 +9,7 @@ from polyturn.plan.batch_words import batch_words, indivisible, word_lines
 from polyturn.plan.hardware import Machine
 from polyturn.plan.money import cost_lines
 from polyturn.plan.picture import picture
-from polyturn.plan.planner import GIB, GpuPlan, Plan
+from polyturn.plan.planner import GIB, HEADROOM, GpuPlan, Plan
 from polyturn.plan.speed import StepTime
 from polyturn.plan.splits import Split, split_lines
 from polyturn.plan.study import Study, Verdict
@@ -182,7 +182,8 @@ def _table(gpu: GpuPlan, usable: int | None) -> list[str]:
         rows.append(f"  {term.name:<18} {term.bytes / GIB:>9.2f}  {term.formula}{when}")
     rows.append(f"  {'worst moment':<18} {gpu.needed / GIB:>9.2f}  what is there always, and the largest of the phases")
     if usable is not None:
-        rows.append(f"  {'left':<18} {(usable - gpu.needed) / GIB:>9.2f}  of {usable / GIB:.2f} that a process can have")
+        left, of = (usable - gpu.needed) / GIB, f"of {usable / GIB:.2f} that a process can have; {HEADROOM:.0%} stay free"
+        rows.append(f"  {'left':<18} {left:>9.2f}  {of}")
     if gpu.engine is not None:
         rows.append(
             f"  Polyturn does not put the engine to sleep while it trains; asleep it would keep {gpu.engine.asleep / GIB:.2f}, "
