@@ -89,7 +89,9 @@ def _suggest(args: argparse.Namespace, hardware: Hardware) -> int:
     if given:
         raise ConfigError(f"--suggest={args.suggest} looks at every machine; leave {given[0]} out")
     facts = model_facts(args.suggest)
-    recipe = suggestion_recipe(args.suggest, context=args.context or 4096, group_size=args.group_size or 8)
+    context = 4096 if args.context is None else args.context
+    group_size = 8 if args.group_size is None else args.group_size
+    recipe = suggestion_recipe(args.suggest, context=context, group_size=group_size)
     found = suggest(recipe, facts, hardware, nodes=args.nodes, budget=args.budget_per_hour, fill=args.fill)
     return _print_suggestions(args, found, facts, recipe, f"no known machine is large enough for {facts.name}")
 

@@ -261,7 +261,7 @@ def _weight_sync(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str,
         reasons["weight_sync.mode"] = where
         return _with(recipe, "weight_sync", mode=fitting[0])
     if mode not in fitting:
-        raise ConfigError(f"weight_sync.mode={mode} does not go with {where}; use {' or '.join(fitting)}, or auto")
+        raise ConfigError(f"weight_sync.mode={mode} can't reach {where}; use {' or '.join(fitting)}, or auto")
     return recipe
 
 
@@ -274,7 +274,7 @@ def _modes(recipe: Recipe) -> tuple[tuple[str, ...], str]:
     if engine.kind == "hf_server":
         return ("nccl",), f"an engine {own} (engine.kind=hf_server)"
     if recipe.model.lora is not None:
-        return ("lora",), f"adapters (model.lora) at an engine of vLLM (engine.kind={engine.kind})"
+        return ("lora",), f"an engine of vLLM with adapters (model.lora, engine.kind={engine.kind})"
     if engine.kind == "vllm":
         if engine.device is None:
             return ("single_copy", "in_process"), f"an engine {here}, on the trainer's GPU (engine.kind=vllm)"
