@@ -29,6 +29,10 @@ _LORA_LEARNING_RATE = 1e-5
 _ROW_TOKENS = 1024
 _GPU_ROW_TOKENS = 8192
 _WARMUP_STEPS = 10
+_SAVE_S = 60.0
+_OWN_GPU, _SHARED_GPU = 0.9, 0.3
+_VLLM_KEYS = ("urls", "tensor_parallel_size", "device", "gpu_memory_utilization", "max_model_len", "dtype", "extra_args")
+"""Settings that only vLLM has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +53,7 @@ def resolve(recipe: Recipe, *, num_train_tasks: int | None, on_gpu: bool = False
     reasons: dict[str, str] = {}
     problems: list[str] = list(_refusals(recipe))
     row_tokens = partial(_row_tokens, usual=_GPU_ROW_TOKENS if on_gpu else _ROW_TOKENS)
-    for derive in (_length, _tasks, _learning_rate, _master_weights, row_tokens, _warmup, _weight_sync, _loss):
+    for derive in (_length, _tasks, _learning_rate, _master_weights, row_tokens, _warmup, _engine, _weight_sync, _loss):
         try:
             recipe = derive(recipe, num_train_tasks, reasons)
         except ConfigError as error:
@@ -100,6 +104,11 @@ def _refusals(recipe: Recipe) -> Iterator[str]:
             f"engine.deterministic=true: a server forms its batches by arrival (engine.kind={recipe.engine.kind}); "
             "use engine.kind=hf, or remove it"
         )
+    if recipe.engine.kind == "vllm" and trainer.num_ranks > 1:
+        yield (
+            f"engine.kind=vllm with trainer.num_ranks={trainer.num_ranks}: vLLM in the driver's process goes with one rank; "
+            "use engine.kind=vllm_server, or trainer.num_ranks=1"
+        )
     yield from _adapter_refusals(recipe)
     if trainer.optimizer_steps_per_batch > rollout.groups_per_step:
         yield (
@@ -122,6 +131,16 @@ def _adapter_refusals(recipe: Recipe) -> Iterator[str]:
         yield (
             f"model.lora.dropout={lora.dropout:g}: the policy that is trained must be the one that sampled, so nothing is "
             "dropped; set model.lora.dropout=0"
+        )
+    if recipe.engine.kind == "vllm_server" and quantize is not None:
+        yield (
+            f"model.quantize={quantize} with engine.kind=vllm_server: its base would have other weights than the trainer's; "
+            "set model.quantize=null, or use engine.kind=hf"
+        )
+    if recipe.engine.kind == "vllm":
+        yield (
+            "model.lora with engine.kind=vllm: adapters reach vLLM as files, which servers load; use engine.kind=vllm_server, "
+            "on the trainer's GPU with trainer.devices=[0] engine.devices=[0], or engine.kind=hf"
         )
     if recipe.engine.kind == "hf_server":
         yield (
@@ -253,36 +272,91 @@ def _warmup(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]
     return recipe
 
 
+def _engine(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
+    """Share of memory and longest context of vLLM; settings of vLLM with another engine are refused."""
+    engine = recipe.engine
+    if not engine.kind.startswith("vllm"):
+        usual = type(engine)()
+        for key in _VLLM_KEYS:
+            if getattr(engine, key) != getattr(usual, key):
+                raise ConfigError(
+                    f"engine.{key}={getattr(engine, key)} is a setting of vLLM, and engine.kind={engine.kind}; remove it, or "
+                    "use engine.kind=vllm or vllm_server"
+                )
+        return recipe
+    found: dict[str, Any] = {}
+    if engine.gpu_memory_utilization is None:
+        shared = set(engine.devices or ()) & set(recipe.trainer.devices or ())
+        beside = engine.device is None if engine.kind == "vllm" else bool(shared)
+        found["gpu_memory_utilization"] = _SHARED_GPU if beside else _OWN_GPU
+        reasons["engine.gpu_memory_utilization"] = "the trainer is on the same GPU" if beside else "the GPU is its own"
+    longest = recipe.rollout.max_trajectory_tokens
+    if engine.max_model_len is None:
+        found["max_model_len"] = longest
+        reasons["engine.max_model_len"] = f"a whole trajectory, of rollout.max_trajectory_tokens={longest}"
+    elif engine.max_model_len < longest:
+        raise ConfigError(
+            f"engine.max_model_len={engine.max_model_len}: vLLM must hold a whole trajectory, of "
+            f"rollout.max_trajectory_tokens={longest}; set engine.max_model_len={longest}, or "
+            f"rollout.max_trajectory_tokens={engine.max_model_len}"
+        )
+    return _with(recipe, "engine", **found)
+
+
 def _weight_sync(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
     """How the weights reach the engine follows from where it is; what can't reach it is refused."""
-    mode = recipe.weight_sync.mode
-    fitting, where = _modes(recipe)
+    kind, mode = recipe.engine.kind, recipe.weight_sync.mode
+    if kind == "vllm_server":
+        return _vllm_server_sync(recipe, reasons)
+    fits, why = _ways_to_sync(recipe)
     if mode == "auto":
-        reasons["weight_sync.mode"] = where
-        return _with(recipe, "weight_sync", mode=fitting[0])
-    if mode not in fitting:
-        raise ConfigError(f"weight_sync.mode={mode} can't reach {where}; use {' or '.join(fitting)}, or auto")
+        reasons["weight_sync.mode"] = f"{why} (engine.kind={kind})"
+        return _with(recipe, "weight_sync", mode=fits[0])
+    if mode not in fits:
+        raise ConfigError(
+            f"weight_sync.mode={mode} can't reach it: {why} (engine.kind={kind}); use {' or '.join(fits)}, or auto"
+        )
     return recipe
 
 
-def _modes(recipe: Recipe) -> tuple[tuple[str, ...], str]:
-    """The modes that reach the engine, the usual one first, and what they follow from."""
-    engine, trainer = recipe.engine, recipe.trainer
-    here, own = "in the driver's process", "in processes of its own"
+def _ways_to_sync(recipe: Recipe) -> tuple[tuple[str, ...], str]:
+    """The modes that fit the engine, the usual one first, and what they follow from."""
+    engine = recipe.engine
     if engine.kind == "hf":
-        return ("in_process",), f"an engine {here} (engine.kind=hf)"
-    if engine.kind == "hf_server":
-        return ("nccl",), f"an engine {own} (engine.kind=hf_server)"
-    if recipe.model.lora is not None:
-        return ("lora",), f"an engine of vLLM with adapters (model.lora, engine.kind={engine.kind})"
-    if engine.kind == "vllm":
-        if engine.device is None:
-            return ("single_copy", "in_process"), f"an engine {here}, on the trainer's GPU (engine.kind=vllm)"
-        return ("in_process",), f"an engine {here}, on a GPU of its own (engine.kind=vllm engine.device={engine.device})"
-    if engine.devices is not None and trainer.devices is not None and set(engine.devices) & set(trainer.devices):
-        where = f"an engine {own}, on the trainer's GPUs, which NCCL takes into a process group once (engine.kind=vllm_server)"
-        return ("single_copy", "restart"), where
-    return ("nccl", "single_copy", "restart"), f"an engine {own} (engine.kind=vllm_server)"
+        return ("in_process",), "the engine is in the driver's process"
+    if engine.kind != "vllm":
+        return ("nccl",), "the engine is in processes of its own"
+    if engine.device is not None:
+        return ("in_process",), "the engine is in the driver's process, on a GPU of its own"
+    if engine.dtype not in ("auto", recipe.model.dtype):
+        return ("in_process",), f"the engine has weights of another type, engine.dtype={engine.dtype}"
+    return ("single_copy", "in_process"), "the engine is in the driver's process, on the trainer's GPU"
+
+
+def _vllm_server_sync(recipe: Recipe, reasons: dict[str, str]) -> Recipe:
+    """How weights reach vLLM servers: adapters as files, whole models over a process group, or by a restart."""
+    sync, adapters = recipe.weight_sync, recipe.model.lora is not None
+    usual = "lora" if adapters else "nccl"
+    mode = usual if sync.mode == "auto" else sync.mode
+    if mode not in ((usual,) if adapters else ("nccl", "restart")):
+        whose = "adapters are trained (model.lora); use lora" if adapters else "all weights are trained; use nccl, restart"
+        raise ConfigError(f"weight_sync.mode={mode} with engine.kind=vllm_server: {whose} or auto")
+    if mode == "restart" and recipe.engine.urls:
+        raise ConfigError(
+            "weight_sync.mode=restart: only servers that the run started are restarted; use nccl, or no engine.urls"
+        )
+    if sync.mode == "auto":
+        what = (
+            "adapters are small and go as files" if adapters else "they go over a process group, NCCL between GPUs, else gloo"
+        )
+        reasons["weight_sync.mode"] = f"the engine is in processes of its own (engine.kind=vllm_server), and {what}"
+    limit_s = sync.deadline_s
+    if mode == "restart" and limit_s < recipe.engine.start_deadline_s + _SAVE_S:
+        limit_s = recipe.engine.start_deadline_s + _SAVE_S
+        reasons["weight_sync.deadline_s"] = (
+            f"a push is a start (engine.start_deadline_s), and {_SAVE_S:g} s to save the weights"
+        )
+    return _with(recipe, "weight_sync", mode=mode, deadline_s=limit_s)
 
 
 def _loss(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:

@@ -141,15 +141,25 @@ def _savings(recipe: Recipe, context: int, *, offloads: bool) -> Iterator[Change
         yield small | {"trainer.master_weights": "stochastic"}
         if offloads:
             yield work | {"trainer.offload_optimizer": True}
-        adapters: Change = {"model.lora.rank": 16}
-        if is_paged(recipe) and recipe.weight_sync.mode != "auto":
-            adapters["weight_sync.mode"] = "lora"
+        adapters = _adapters(recipe)
         yield work | adapters
         work = work | adapters
     if recipe.model.quantize is None:
         yield work | {"model.quantize": "8bit"}
     if recipe.model.quantize != "4bit":
         yield work | {"model.quantize": "4bit"}
+
+
+def _adapters(recipe: Recipe) -> Change:
+    """Adapters, and an engine that can take them: vLLM loads them as files, in a process of its own."""
+    change: Change = {"model.lora.rank": 16}
+    if is_paged(recipe) and recipe.weight_sync.mode != "auto":
+        change["weight_sync.mode"] = "lora"
+    if recipe.engine.kind == "vllm":
+        change["engine.kind"] = "vllm_server"
+        if recipe.engine.device is None:
+            change |= {"trainer.devices": (0,), "engine.devices": (0,)}
+    return change
 
 
 def _smaller_engines(recipe: Recipe, facts: ModelFacts, machine: Machine, change: Change) -> Iterator[Change]:
@@ -234,4 +244,6 @@ def _one_gpu(recipe: Recipe) -> Change:
 
 def _word(value: Any) -> str:
     """As YAML has it."""
+    if isinstance(value, tuple):
+        return f"[{','.join(map(str, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

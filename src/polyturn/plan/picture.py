@@ -53,4 +53,4 @@ def _bar(gpu: GpuPlan | None, machine: Machine | None) -> str:
 def _mode_line(plan: Plan) -> str:
     mode = plan.recipe.weight_sync.mode
     because = plan.reasons.get("weight_sync.mode")
-    return f"weight_sync.mode={mode}{'' if because is None else f', because of {because}'}: {_MEANS.get(mode, mode)}"
+    return f"weight_sync.mode={mode}{'' if because is None else f', because {because}'}: {_MEANS.get(mode, mode)}"

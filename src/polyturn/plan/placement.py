@@ -1,7 +1,7 @@
 """Which GPU trains, which one generates, and how the weights get from the one to the other.
 
 An engine in the driver's process (`hf`, `vllm`) lies on the first rank's GPU, unless `engine.device` names another one. Servers
-have GPUs of their own, the ones after the ranks', unless `engine.devices` names some or the two sides share their weights.
+have GPUs of their own, the ones after the ranks', unless `engine.devices` names some.
 """
 
 from __future__ import annotations
@@ -87,12 +87,10 @@ def refusals(recipe: Recipe, facts: ModelFacts) -> Iterator[str]:
         yield (
             f"weight_sync.mode=nccl between trainer-{seat.rank} and engine-{seat.engine} on GPU {seat.number}: NCCL takes a "
             "GPU into a process group once, and refuses or hangs; give the engine a GPU of its own (engine.devices=null), or "
-            f"use weight_sync.mode={'lora' if recipe.model.lora else 'single_copy'}, or restart"
+            f"use weight_sync.mode={'lora' if recipe.model.lora else 'restart'}, or one copy with engine.kind=vllm"
         )
     elif shared and recipe.engine.kind == "hf_server":
         yield "engine.kind=hf_server on a GPU of the trainer: its weights come by nccl, which can't share one; use vllm_server"
-    if mode == "single_copy":
-        yield from _single_copy_refusals(recipe, where)
 
 
 def _parallel_refusals(recipe: Recipe, facts: ModelFacts) -> Iterator[str]:
@@ -111,29 +109,14 @@ def _parallel_refusals(recipe: Recipe, facts: ModelFacts) -> Iterator[str]:
         )
 
 
-def _single_copy_refusals(recipe: Recipe, where: tuple[Seat, ...]) -> Iterator[str]:
-    parts, ranks = tensor_parallel(recipe), recipe.trainer.num_ranks
-    if parts > 1:
+def tensor_parallel_copy(recipe: Recipe) -> Iterator[str]:
+    """Why one copy of the weights can't be had with engines of several GPUs, where a recipe asks for it."""
+    parts = tensor_parallel(recipe)
+    if recipe.weight_sync.mode == "single_copy" and parts > 1:
         yield (
             f"weight_sync.mode=single_copy with engine.tensor_parallel_size={parts}: the trainer's weights would be the "
             "engine's parts of them, and Polyturn has no tensor-parallel trainer yet; use weight_sync.mode=nccl and GPUs of "
             "the trainer's own"
-        )
-    elif any(seat.engine is not None and seat.rank is None for seat in where):
-        seat = next(seat for seat in where if seat.engine is not None and seat.rank is None)
-        yield (
-            f"weight_sync.mode=single_copy with an engine on GPU {seat.number}, where no rank trains: weights are shared "
-            f"within a GPU only; set engine.{'devices' if is_server(recipe) else 'device'}=null, or use another mode"
-        )
-    elif any(seat.rank is not None and seat.engine is None for seat in where):
-        yield (
-            f"weight_sync.mode=single_copy with {ranks} ranks and {num_engines(recipe)} engines: each rank shares its weights "
-            f"with an engine of its own; set engine.kind=vllm_server engine.num_servers={ranks}"
-        )
-    if recipe.engine.dtype not in ("auto", recipe.model.dtype):
-        yield (
-            f"weight_sync.mode=single_copy with engine.dtype={recipe.engine.dtype} and model.dtype={recipe.model.dtype}: "
-            "shared weights have one type; set engine.dtype=auto"
         )
 
 
@@ -144,7 +127,7 @@ def _ranks(recipe: Recipe) -> dict[int, int]:
     if numbers is None and trainer.device.startswith("cuda:"):
         numbers = (int(trainer.device.removeprefix("cuda:")),)
     if numbers is None or len(numbers) != trainer.num_ranks:
-        taken = set() if _shares_all(recipe) else set(engine.devices or ()) if is_server(recipe) else _own_device(recipe)
+        taken = set(engine.devices or ()) if is_server(recipe) else _own_device(recipe)
         free = (number for number in range(trainer.num_ranks + len(taken)) if number not in taken)
         numbers = tuple(free)[: trainer.num_ranks]
     return {number: rank for rank, number in enumerate(numbers)}
@@ -159,8 +142,6 @@ def _engines(recipe: Recipe) -> dict[int, int]:
     devices = recipe.engine.devices
     if devices is not None and len(devices) == count:
         numbers = list(devices)
-    elif _shares_all(recipe):
-        numbers = ranks[:count]
     else:
         numbers = [number for number in range(len(ranks) + count + max(ranks)) if number not in ranks][:count]
     return {number: place // parts for place, number in enumerate(numbers)}
@@ -171,11 +152,6 @@ def _own_device(recipe: Recipe) -> set[int]:
     device = recipe.engine.device if recipe.engine.kind == "vllm" else None
     number = "" if device is None else device.removeprefix("cuda").removeprefix(":")
     return {int(number)} if number.isdigit() else set()
-
-
-def _shares_all(recipe: Recipe) -> bool:
-    """Servers whose weights are the trainer's have its GPUs."""
-    return recipe.engine.kind == "vllm_server" and recipe.weight_sync.mode == "single_copy" and recipe.engine.devices is None
 
 
 def _span(name: str, numbers: list[int]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from polyturn.config.memory import ELEMENT_BYTES
-from polyturn.config.resolve import resolve
+from polyturn.config.resolve import Resolved, resolve
 from polyturn.config.schema import Recipe, filled
 from polyturn.errors import ConfigError
 from polyturn.plan.engine_load import at_once, context_of, hf_load, paged_load, share_of
@@ -16,7 +16,7 @@ from polyturn.plan.engine_memory import PagedEngine, budget_of, hf_terms, paged_
 from polyturn.plan.hardware import Gpu, Machine
 from polyturn.plan.memory import Term, TrainerLoad, adapter_numbers, held_bytes, own_terms, peak, trainer_terms
 from polyturn.plan.models import ModelFacts
-from polyturn.plan.placement import Seat, is_paged, is_server, refusals, role, seats, tensor_parallel
+from polyturn.plan.placement import Seat, is_paged, is_server, refusals, role, seats, tensor_parallel, tensor_parallel_copy
 
 GIB = 1 << 30
 HEADROOM = 0.03
@@ -114,12 +114,6 @@ class Plan:
         found = []
         if positions is not None and longest > positions:
             found.append(f"rollout.max_trajectory_tokens={longest}: {self.facts.name} has {positions:,} positions")
-        limit = self.recipe.engine.max_model_len
-        if is_paged(self.recipe) and limit is not None and limit < longest:
-            found.append(
-                f"engine.max_model_len={limit} is shorter than a trajectory, of rollout.max_trajectory_tokens={longest}; leave "
-                "it out, or set it to that"
-            )
         for gpu in self.gpus:
             refusal = None if gpu.engine is None else gpu.engine.refusal(context_of(self.recipe))
             if refusal is not None:
@@ -162,7 +156,7 @@ def make_plan(
             f"run.epochs={recipe.run.epochs:g}: how many steps that is depends on the training tasks; say how many there are "
             "with --tasks N"
         )
-    found = resolve(recipe, num_train_tasks=num_tasks, on_gpu=True)
+    found, unreachable = _resolved(recipe, num_tasks)
     load = trainer_load(found.recipe)
     alike: dict[tuple[bool, bool], list[Seat]] = {}
     for seat in seats(found.recipe):
@@ -172,10 +166,23 @@ def make_plan(
         facts=facts,
         gpus=tuple(_gpu_plan(found.recipe, facts, load, group, gpu, gpu_name) for group in alike.values()),
         gpu=gpu,
-        refused=tuple(refusals(found.recipe, facts)),
+        refused=(*unreachable, *refusals(found.recipe, facts)),
         reasons=found.reasons,
         caveats=_caveats(found.recipe, facts, load),
     )
+
+
+def _resolved(recipe: Recipe, num_tasks: int | None) -> tuple[Resolved, tuple[str, ...]]:
+    """The resolved recipe. A way to push weights that can't be had is a reason to refuse, and the usual one is planned with."""
+    try:
+        return resolve(recipe, num_train_tasks=num_tasks, on_gpu=True), ()
+    except ConfigError as error:
+        usual = recipe.weight_sync.model_copy(update={"mode": "auto"})
+        try:
+            found = resolve(recipe.model_copy(update={"weight_sync": usual}), num_train_tasks=num_tasks, on_gpu=True)
+        except ConfigError:
+            raise error from None
+        return found, (str(error), *tensor_parallel_copy(recipe))
 
 
 def _gpu_plan(

@@ -15,6 +15,8 @@ from polyturn.plan.placement import is_paged, seats, tensor_parallel
 from polyturn.plan.speed import FILL, StepTime, step_time
 
 _MOST_GPUS = 16
+SHARED = 0.45
+"""Share of a GPU for an engine beside a trainer of adapters, whose own share is mostly the base."""
 _WORTH = 0.97
 """A split is better that takes at most this share of the time: estimates are no finer."""
 
@@ -100,9 +102,10 @@ def split_changes(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, Chang
             f"{ranks} + {servers * parts}",
             apart | {"trainer.num_ranks": ranks, "engine.num_servers": servers},
         )
-    if server == "vllm_server" and parts == 1 and recipe.model.lora is None:
-        shared = {"weight_sync.mode": "single_copy", "trainer.num_ranks": total, "engine.num_servers": total}
-        yield f"{total} shared", apart | shared
+    if server == "vllm_server" and parts == 1 and recipe.model.lora is not None:
+        all_gpus = tuple(range(total))
+        shared: Change = {"engine.devices": all_gpus, "trainer.devices": all_gpus, "engine.gpu_memory_utilization": SHARED}
+        yield f"{total} shared", apart | shared | {"trainer.num_ranks": total, "engine.num_servers": total}
 
 
 def _differences(recipe: Recipe, change: Change) -> Change:

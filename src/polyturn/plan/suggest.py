@@ -144,7 +144,10 @@ def _on(recipe: Recipe, facts: ModelFacts, machine: Machine, num_tasks: int | No
 def _placements(machine: Machine, *, adapters: bool) -> Iterator[tuple[str, Change]]:
     """One GPU for both, and the splits people use: one, two, half of the GPUs for engines, of one or several GPUs each."""
     for share in (0.3, 0.5):
-        yield "shared GPU", {"engine.kind": "vllm", "engine.gpu_memory_utilization": share}
+        one: Change = {"engine.kind": "vllm", "engine.gpu_memory_utilization": share}
+        if adapters:  # which reach vLLM as files, so that it is a process of its own
+            one |= {"engine.kind": "vllm_server", "engine.devices": (0,), "trainer.devices": (0,)}
+        yield "shared GPU", one
     total = machine.total
     for engines in sorted({1, 2, total // 2, 3 * total // 4}):
         for parts in _PARTS:
@@ -159,9 +162,6 @@ def _placements(machine: Machine, *, adapters: bool) -> Iterator[tuple[str, Chan
                         "trainer.num_ranks": ranks,
                     },
                 )
-    if total > 1 and not adapters:
-        shared = {"engine.num_servers": total, "trainer.num_ranks": total, "weight_sync.mode": "single_copy"}
-        yield f"{total} shared", {"engine.kind": "vllm_server", "engine.gpu_memory_utilization": 0.3} | shared
 
 
 def suggestion_objects(found: tuple[Suggestion, ...]) -> list[dict[str, Any]]:

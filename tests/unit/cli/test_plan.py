@@ -116,7 +116,7 @@ def test_the_whole_report_of_a_split_node(recipe, capsys):
     shown = capsys.readouterr().out
     for piece in (
         "GPU 7   [",
-        "weight_sync.mode=nccl, because of ",
+        "weight_sync.mode=nccl, because ",
         "KV cache ",
         "In other words: num_generations=8",
         "s a step, an estimate for trajectories that reach 50% of their limits",

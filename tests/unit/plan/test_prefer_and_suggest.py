@@ -67,7 +67,8 @@ def test_quality_has_more_siblings_and_a_longer_context_as_far_as_it_fits():
 
 
 def test_quality_stays_within_what_fits():
-    recipe, facts = recipe_of(model={"lora": {"rank": 16}}, engine={"kind": "vllm"}), facts_of("Qwen/Qwen2.5-3B")
+    engine, trainer = {"kind": "vllm_server", "devices": [0], "gpu_memory_utilization": 0.4}, {"devices": [0]}
+    recipe, facts = recipe_of(model={"lora": {"rank": 16}}, engine=engine, trainer=trainer), facts_of("Qwen/Qwen2.5-3B")
     machine = HARDWARE.gpus_alone("a10g", 1)
     found = prefer(recipe, facts, machine, "quality")
     fitting = plan_on(found.recipe, facts, machine)

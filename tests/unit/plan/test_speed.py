@@ -60,7 +60,7 @@ def test_training_against_the_measured_steps(case):
             "max_turn_tokens": length // 2,
         },
         trainer={"row_tokens": 16384},
-        engine={"kind": "vllm"},
+        engine={"kind": "hf" if model else "vllm"},
     )
     seconds = measured["tokens_per_step"] / measured["tokens_per_s"]
     assert planned.of("train") == pytest.approx(seconds, rel=0.2)
