@@ -106,7 +106,8 @@ def _within_budget(args: argparse.Namespace, hardware: Hardware, recipe: Any, fa
 
 
 def _print_suggestions(args: argparse.Namespace, found: Any, facts: Any, recipe: Any, none: str) -> int:
-    from polyturn.plan.suggest import suggestion_lines, suggestion_objects
+    from polyturn.plan.report import suggestion_objects
+    from polyturn.plan.suggest import suggestion_lines
 
     _print(args, suggestion_objects(found) if args.json else suggestion_lines(found, facts, recipe, none=none))
     return 0 if found else 2

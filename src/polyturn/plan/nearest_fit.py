@@ -50,6 +50,18 @@ def overrides(change: Change) -> tuple[str, ...]:
     return tuple(f"{key}={_word(value)}" for key, value in change.items())
 
 
+def differences(recipe: Recipe, change: Change) -> Change:
+    """What of `change` differs from the recipe."""
+
+    def value(key: str) -> Any:
+        if key == "model.lora.rank":
+            return None if recipe.model.lora is None else recipe.model.lora.rank
+        section, _, name = key.partition(".")
+        return getattr(getattr(recipe, section), name)
+
+    return {key: new for key, new in change.items() if value(key) != new}
+
+
 def smallest_gpu(recipe: Recipe, facts: ModelFacts, hardware: Hardware, *, num_tasks: int | None = None) -> str | None:
     """The kind of GPU with the least memory on which `recipe` fits as it is; None when none is large enough."""
 

@@ -13,6 +13,7 @@ from polyturn.plan.planner import GIB, HEADROOM, GpuPlan, Plan
 from polyturn.plan.speed import StepTime
 from polyturn.plan.splits import Split, split_lines
 from polyturn.plan.study import Study, Verdict
+from polyturn.plan.suggest import Suggestion
 
 _PHASES = {"always": "", "training": "while it trains", "scoring": "while it scores", "generating": "while it generates"}
 
@@ -66,6 +67,7 @@ def as_object(study: Study) -> dict[str, Any]:
         "problems": list(verdict.problems),
         "overrides": None if verdict.overrides is None else list(verdict.overrides),
         "smallest_gpu": verdict.smallest_gpu,
+        "elsewhere": None if verdict.elsewhere is None else suggestion_objects((verdict.elsewhere,))[0],
     }
 
 
@@ -93,6 +95,22 @@ def time_object(time: StepTime) -> dict[str, Any]:
     }
 
 
+def suggestion_objects(found: tuple[Suggestion, ...]) -> list[dict[str, Any]]:
+    """The table for JSON."""
+    return [
+        {
+            "machine": machine_object(one.machine),
+            "how": one.how,
+            "placement": one.placement,
+            "needed_bytes": round(one.plan.needed),
+            "time": time_object(one.time),
+            "per_100_steps": round(one.per_100_steps, 4),
+            "overrides": list(one.overrides),
+        }
+        for one in found
+    ]
+
+
 def verdict_lines(plan: Plan, machine: Machine | None, verdict: Verdict) -> list[str]:
     """Whether it fits, why not, and what would."""
     needs = f"{plan.num_gpus} x {plan.needed / GIB:.1f} GiB"
@@ -106,11 +124,12 @@ def verdict_lines(plan: Plan, machine: Machine | None, verdict: Verdict) -> list
     if verdict.fits:
         return [f"fits: {needs} on {machine.name}"]
     found = [f"does not fit: {problem}" for problem in verdict.problems]
-    found.append(
-        f"nothing known makes it fit on {machine.name}"
-        if verdict.overrides is None
-        else f"nearest that fits there: {' '.join(verdict.overrides)}"
-    )
+    if verdict.overrides is not None:
+        return [*found, f"nearest that fits there: {' '.join(verdict.overrides)}", smallest]
+    found.append(f"nothing known makes it fit on {machine.name}")
+    other = verdict.elsewhere
+    if other is not None:
+        found.append(f"the cheapest machine on which it fits: {other.machine.name}, with {' '.join(other.overrides)}")
     return [*found, smallest]
 
 

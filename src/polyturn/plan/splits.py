@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from polyturn.config.schema import Recipe
 from polyturn.errors import ConfigError
 from polyturn.plan.hardware import Machine
 from polyturn.plan.models import ModelFacts
-from polyturn.plan.nearest_fit import Change, changed, overrides, plan_on
+from polyturn.plan.nearest_fit import Change, changed, differences, overrides, plan_on
 from polyturn.plan.placement import is_paged, seats, tensor_parallel
 from polyturn.plan.speed import FILL, StepTime, step_time
 
@@ -55,7 +54,7 @@ def splits(
                 name=name,
                 time=step_time(plan, machine, fill=fill),
                 problems=plan.problems(machine),
-                overrides=overrides(_differences(recipe, change)),
+                overrides=overrides(differences(recipe, change)),
                 planned=seats(plan.recipe) == seats(own),
             )
         )
@@ -106,13 +105,3 @@ def split_changes(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, Chang
         all_gpus = tuple(range(total))
         shared: Change = {"engine.devices": all_gpus, "trainer.devices": all_gpus, "engine.gpu_memory_utilization": SHARED}
         yield f"{total} shared", apart | shared | {"trainer.num_ranks": total, "engine.num_servers": total}
-
-
-def _differences(recipe: Recipe, change: Change) -> Change:
-    """What of a change differs from the recipe."""
-
-    def value(key: str) -> Any:
-        section, _, name = key.partition(".")
-        return getattr(getattr(recipe, section), name)
-
-    return {key: new for key, new in change.items() if value(key) != new}

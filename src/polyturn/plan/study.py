@@ -15,6 +15,7 @@ from polyturn.plan.planner import Plan
 from polyturn.plan.prefer import Goal, Preferred, prefer
 from polyturn.plan.speed import FILL, StepTime, step_time
 from polyturn.plan.splits import Split, better, splits
+from polyturn.plan.suggest import Suggestion, suggest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class Verdict:
     """What makes it fit on the same machine; None when nothing known does, or nothing has to."""
     smallest_gpu: str | None = None
     """Kind of GPU with the least memory on which the recipe fits as it is."""
+    elsewhere: Suggestion | None = None
+    """The cheapest machine on which it fits in some way, where nothing known makes it fit on this one."""
 
     @property
     def fits(self) -> bool:
@@ -79,12 +82,17 @@ def study(
         )
     problems = plan.problems(machine)
     found = nearest_fit(recipe, facts, machine, num_tasks=num_tasks) if problems else None
+    elsewhere = None
+    if problems and found is None:
+        elsewhere = next(iter(suggest(recipe, facts, hardware, num_tasks=num_tasks, fill=fill)), None)
     time = step_time(plan, machine, fill=fill)
     others = splits(recipe, facts, machine, num_tasks=num_tasks, fill=fill)
     return Study(
         plan=plan,
         machine=machine,
-        verdict=Verdict(problems=(*problems, *_too_dear(machine, budget)), overrides=found, smallest_gpu=smallest),
+        verdict=Verdict(
+            problems=(*problems, *_too_dear(machine, budget)), overrides=found, smallest_gpu=smallest, elsewhere=elsewhere
+        ),
         num_tasks=num_tasks,
         time=time,
         cost=cost_of(plan, machine, time, num_tasks=num_tasks),

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from polyturn.config.schema import EnvironmentSection, ModelSection, Recipe, RolloutSection, RunSection
 from polyturn.errors import ConfigError
 from polyturn.plan.hardware import Hardware, Machine
 from polyturn.plan.models import ModelFacts
-from polyturn.plan.nearest_fit import Change, changed, overrides, plan_on
+from polyturn.plan.nearest_fit import Change, changed, differences, overrides, plan_on
 from polyturn.plan.planner import GIB, Plan
-from polyturn.plan.report import machine_object, time_object
 from polyturn.plan.speed import FILL, StepTime, step_time
 
 _TURN_TOKENS = 1024
 _PARTS = (1, 2, 4, 8)
+_HALF: Change = {"model.dtype": "bfloat16", "weight_sync.mode": "auto", "engine.device": None}
 _HOW: tuple[tuple[str, Change], ...] = (
     ("all weights", {}),
     ("all weights, recomputed", {"trainer.activations": "full"}),
@@ -107,10 +106,12 @@ def suggestion_lines(found: tuple[Suggestion, ...], facts: ModelFacts, recipe: R
             f"{one.placement}, {one.how}"
         )
     rows.append(f"prices of EC2 on {found[0].machine.price_date}; SageMaker jobs (ml.) cost 15 to 25 % more, an estimate")
-    rows.append(f"cheapest: {' '.join(found[0].overrides)}")
+    dtype = ("model.dtype=bfloat16",) if recipe.model.dtype == "bfloat16" else ()
+    own = (f"model.path={recipe.model.path}", *dtype)
+    rows.append(f"cheapest: {' '.join((*own, *found[0].overrides))}")
     quickest = min(found, key=lambda one: one.per_100_steps)
     if quickest is not found[0]:
-        rows.append(f"cheapest for 100 steps: {quickest.machine.name} with {' '.join(quickest.overrides)}")
+        rows.append(f"cheapest for 100 steps: {quickest.machine.name} with {' '.join((*own, *quickest.overrides))}")
     return rows
 
 
@@ -119,7 +120,7 @@ def _on(recipe: Recipe, facts: ModelFacts, machine: Machine, num_tasks: int | No
     for how, method in _HOW:
         fitting = []
         for placement, place in _placements(machine, adapters="model.lora.rank" in method):
-            change = method | place
+            change = _HALF | method | place
             try:
                 plan = plan_on(changed(recipe, change), facts, machine, num_tasks=num_tasks)
             except ConfigError:
@@ -133,7 +134,7 @@ def _on(recipe: Recipe, facts: ModelFacts, machine: Machine, num_tasks: int | No
                         placement=placement,
                         plan=plan,
                         time=time,
-                        overrides=("model.dtype=bfloat16", *overrides(change)),
+                        overrides=overrides(differences(recipe, change)),
                     )
                 )
         if fitting:
@@ -144,7 +145,8 @@ def _on(recipe: Recipe, facts: ModelFacts, machine: Machine, num_tasks: int | No
 def _placements(machine: Machine, *, adapters: bool) -> Iterator[tuple[str, Change]]:
     """One GPU for both, and the splits people use: one, two, half of the GPUs for engines, of one or several GPUs each."""
     for share in (0.3, 0.5):
-        one: Change = {"engine.kind": "vllm", "engine.gpu_memory_utilization": share}
+        one: Change = {"engine.kind": "vllm", "engine.gpu_memory_utilization": share, "trainer.num_ranks": 1}
+        one |= {"engine.tensor_parallel_size": 1, "engine.num_servers": 1}
         if adapters:  # which reach vLLM as files, so that it is a process of its own
             one |= {"engine.kind": "vllm_server", "engine.devices": (0,), "trainer.devices": (0,)}
         yield "shared GPU", one
@@ -162,19 +164,3 @@ def _placements(machine: Machine, *, adapters: bool) -> Iterator[tuple[str, Chan
                         "trainer.num_ranks": ranks,
                     },
                 )
-
-
-def suggestion_objects(found: tuple[Suggestion, ...]) -> list[dict[str, Any]]:
-    """The table for JSON."""
-    return [
-        {
-            "machine": machine_object(one.machine),
-            "how": one.how,
-            "placement": one.placement,
-            "needed_bytes": round(one.plan.needed),
-            "time": time_object(one.time),
-            "per_100_steps": round(one.per_100_steps, 4),
-            "overrides": list(one.overrides),
-        }
-        for one in found
-    ]

@@ -13,8 +13,9 @@ from polyturn.plan.known_models import CONFIGS
 from polyturn.plan.models import facts_from_config
 from polyturn.plan.nearest_fit import plan_on
 from polyturn.plan.prefer import prefer
+from polyturn.plan.report import suggestion_objects
 from polyturn.plan.speed import step_time
-from polyturn.plan.suggest import suggest, suggestion_lines, suggestion_objects, suggestion_recipe
+from polyturn.plan.suggest import suggest, suggestion_lines, suggestion_recipe
 
 HARDWARE = load_hardware()
 
