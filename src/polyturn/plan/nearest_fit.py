@@ -104,13 +104,24 @@ def _changes(recipe: Recipe, facts: ModelFacts, machine: Machine) -> Iterator[Ch
     for saving in ({}, *_savings(recipe, context, offloads=machine.ram_bytes is not None)):
         for place in places:
             yield from _smaller_engines(recipe, facts, machine, place | cut | saving)
-    hardest = {"trainer.activations": "full", "trainer.optimizer": "adamw_8bit", "trainer.master_weights": "stochastic"}
     shorter = context // 2
     while shorter >= _SHORTEST:
         cut = _half(recipe) | {"trainer.row_tokens": shorter} | _context(recipe, shorter)
-        for place in places:
-            yield from _smaller_engines(recipe, facts, machine, place | cut | ({} if recipe.model.lora else hardest))
+        for saving in _hardest(recipe):
+            for place in places:
+                yield from _smaller_engines(recipe, facts, machine, place | cut | saving)
         shorter //= 2
+
+
+def _hardest(recipe: Recipe) -> Iterator[Change]:
+    """What a shorter context is tried with: all that saves memory, with the weights that the recipe trains, then with adapters."""
+    full: Change = {"trainer.activations": "full"}
+    if recipe.model.lora is not None:
+        yield full
+        return
+    if not recipe.trainer.offload_optimizer:
+        yield full | {"trainer.optimizer": "adamw_8bit", "trainer.master_weights": "stochastic"}
+    yield full | _adapters(recipe)
 
 
 def _places(recipe: Recipe, machine: Machine) -> Iterator[Change]:
