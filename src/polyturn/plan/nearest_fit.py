@@ -114,7 +114,7 @@ def _changes(recipe: Recipe, facts: ModelFacts, machine: Machine) -> Iterator[Ch
 
 
 def _hardest(recipe: Recipe) -> Iterator[Change]:
-    """What a shorter context is tried with: all that saves memory, with the weights that the recipe trains, then with adapters."""
+    """What a shorter context is tried with: all that saves memory, for the weights that are trained, then for adapters."""
     full: Change = {"trainer.activations": "full"}
     if recipe.model.lora is not None:
         yield full

@@ -185,6 +185,7 @@ def _lines(trial: _Trial, change: Change, goal: Goal) -> Iterator[str]:
         return
     for key, value in change.items():
         yield f"--prefer {goal}: {key} {_value(trial.recipe, key)} -> {value} ({_KNOWN[key]})"
+    yield f"--prefer {goal}: the same as {' '.join(overrides(change))}"
     old, new = batch_words(before.recipe), batch_words(after.recipe)
     seconds = [step_time(plan, trial.machine, fill=trial.fill).seconds for plan in (before, after)]
     yield (
