@@ -15,7 +15,7 @@ from polyturn.plan.hardware import Machine, load_hardware
 from polyturn.plan.known_models import CONFIGS
 from polyturn.plan.models import facts_from_config
 from polyturn.plan.nearest_fit import changed, nearest_fit, plan_on, smallest_gpu
-from polyturn.plan.planner import Plan, make_plan
+from polyturn.plan.planner import HOST, PINNED, Plan, make_plan
 
 HARDWARE = load_hardware()
 
@@ -113,6 +113,32 @@ def test_a_shorter_context_is_tried_with_all_that_saves_memory(lora):
     assert plan_on(after, facts, machine).problems(machine) == ()
     assert after.rollout.max_trajectory_tokens >= 16_384
     assert after.trainer.activations == "full"
+
+
+def test_an_offload_needs_memory_of_the_machine_itself():
+    recipe = recipe_of("Qwen/Qwen2.5-3B", trainer={"offload_optimizer": True, "activations": "full"}, engine={"kind": "vllm"})
+    facts = facts_of("Qwen/Qwen2.5-3B")
+    small, large, unknown = HARDWARE.machine("g5.2xlarge"), HARDWARE.machine("p5.4xlarge"), HARDWARE.gpus_alone("a10g", 1)
+    assert (
+        plan_on(recipe, facts, small)
+        .problems(small)[-1]
+        .endswith("GiB of CPU memory are needed for what the trainer keeps there, and g5.2xlarge has 32")
+    )
+    assert plan_on(recipe, facts, large).problems(large) == ()
+    assert not any("CPU memory" in said for said in plan_on(recipe, facts, unknown).problems(unknown))
+    within = recipe_of("Qwen/Qwen2.5-3B", engine={"kind": "vllm"})
+    for machine in (small, unknown):
+        assert "trainer.offload_optimizer=true" not in (nearest_fit(within, facts, machine) or ())
+
+
+def test_an_offload_on_every_rank_of_a_node_adds_up():
+    sections = {"trainer": {"offload_optimizer": True, "num_ranks": 7}, "engine": {"kind": "vllm_server"}}
+    machine = HARDWARE.machine("p4d.24xlarge")
+    seven = plan_on(recipe_of("Qwen/Qwen2.5-3B", **sections), facts_of("Qwen/Qwen2.5-3B"), machine)
+    sections["trainer"]["num_ranks"] = 1
+    one = plan_on(recipe_of("Qwen/Qwen2.5-3B", **sections), facts_of("Qwen/Qwen2.5-3B"), machine)
+    assert seven.host_bytes(machine) - HOST == pytest.approx(7 * (one.host_bytes(machine) - HOST))
+    assert one.host_bytes(machine) - HOST == pytest.approx(PINNED * 18 * facts_of("Qwen/Qwen2.5-3B").parameters, rel=0.01)
 
 
 def test_the_smallest_gpu():
