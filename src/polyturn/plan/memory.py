@@ -4,16 +4,17 @@ Weights, gradients, master weights and the optimizer's state are exact (`polytur
 of what a decoder layer keeps for its backward pass, in numbers a token, with h hidden size, a attention width (heads x head
 size), k width of the keys, i width of the feed-forward part:
 
-    keep, compiled     4h + 4a + 3k + 3i
-    keep, eager        8h + 4a + 3k + 4i
+    keep, compiled     4h + 2a + 5k + 3i
+    keep, eager        8h + 2a + 5k + 4i
     selective          2h + 2a + 2k + 2i, and one layer whole while it is computed again
     full               h, and one layer whole while it is computed again
 
-Selective is what its rule keeps: products, attention and what comes into the layer. The shares of h, a and k in the two others
-were fitted to the peaks that `benchmarks/trainer_throughput.py` measured on an H200 (dense Qwen2 layers, models of 0.1 to 7
-billion parameters, bfloat16, rows of 16,384 tokens; one eager case, one with adapters), and rounded up to whole numbers. A test
-holds every case against its peak; since they are the ones it was fitted to, that says how well the form fits, not how well it
-foretells others. Not measured: `full`, float32, attention of another width than h, experts, latent attention.
+Attention with a mask repeats keys and values for all query heads, which is 2a more. Selective is what its rule keeps:
+products, attention and what comes into the layer. The shares of h, a and k in the two others were fitted to the peaks that
+`benchmarks/trainer_throughput.py` measured on an H200 (dense Qwen2 layers, models of 0.1 to 7 billion parameters, bfloat16,
+rows of 16,384 tokens; one eager case, one with adapters), and rounded to whole numbers. A test holds every case against its
+peak; since they are the ones it was fitted to, that says how well the form fits, not how well it foretells others. Not
+measured: float32, attention of another width than h, experts, latent attention.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from polyturn.plan.models import Linear, ModelFacts
 
 Phase: TypeAlias = Literal["always", "training", "scoring", "generating"]
 
-HEAD_CHUNK = 256 << 20
-"""Float32 logits of one chunk of the head, as the trainer cuts them."""
+HEAD_CHUNK = 1 << 30
+"""Float32 logits of one chunk of the head, as the trainer cuts them on a GPU."""
 CONTEXT = round(0.6 * (1 << 30))
 """CUDA's context and loaded kernels: assumed, not measured."""
 GAPS = 0.05
@@ -204,8 +205,8 @@ def _activations(facts: ModelFacts, load: TrainerLoad) -> tuple[float, float]:
     feed_forward = facts.intermediate
     # An expert gets a copy of the tokens that are its own, and gives back as many.
     routed = 2 * facts.experts_per_token * hidden
-    whole = routed + 3 * keys
-    whole += 4 * hidden + 4 * attention + 3 * feed_forward if load.compiled else 8 * hidden + 4 * attention + 4 * feed_forward
+    whole = routed + 5 * keys + (4 if load.masked else 2) * attention
+    whole += 4 * hidden + 3 * feed_forward if load.compiled else 8 * hidden + 4 * feed_forward
     if load.lora_rank is not None:
         whole += load.lora_rank * len(adapted(facts, load.lora_targets))
     kept = {
@@ -225,8 +226,7 @@ def _head(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, Term]:
     matrix = facts.vocabulary * facts.hidden
     logits = min(HEAD_CHUNK, load.trained_tokens * facts.vocabulary * _FLOAT32)
     copy = _FLOAT32 * matrix if load.float32_head and load.dtype != "float32" else 0
-    # A product of 16-bit matrices is made beside the float32 sum; float32 ones are added in place.
-    summed = 0 if load.lora_rank is not None else _FLOAT32 * matrix * (2 if width < _FLOAT32 else 1)
+    summed = 0 if load.lora_rank is not None else _FLOAT32 * matrix
     return (
         Term(
             name="head, one chunk",
@@ -237,9 +237,7 @@ def _head(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, Term]:
         Term(
             name="head, gradient",
             bytes=summed + copy,
-            formula="float32 sum and one addend, vocabulary x hidden each"
-            if width < _FLOAT32
-            else "float32, vocabulary x hidden",
+            formula="float32, vocabulary x hidden",
             phase="training",
         ),
     )

@@ -39,6 +39,7 @@ def measured(case: dict[str, Any]) -> tuple[ModelFacts, TrainerLoad]:
         master_weights=next((word for word in words if word in ("none", "stochastic")), "float32"),
         activations=next((word for word in words if word in ("selective", "full")), "keep"),
         compiled="compiled" in words,
+        quantize="4bit" if "4bit" in words else None,
         lora_rank=next((int(word.removeprefix("lora")) for word in words if word.startswith("lora")), None),
     )
     return facts, load
