@@ -29,10 +29,10 @@ _LORA_LEARNING_RATE = 1e-5
 _ROW_TOKENS = 1024
 _GPU_ROW_TOKENS = 8192
 _WARMUP_STEPS = 10
-_SAVE_S = 60.0
 _OWN_GPU, _SHARED_GPU = 0.9, 0.3
 _VLLM_KEYS = ("urls", "tensor_parallel_size", "device", "gpu_memory_utilization", "max_model_len", "dtype", "extra_args")
 """Settings that only vLLM has."""
+_SAVE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ def _refusals(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.engine.deterministic and recipe.engine.kind != "hf":
         yield (
-            f"engine.deterministic=true: a server forms its batches by arrival (engine.kind={recipe.engine.kind}); "
+            f"engine.deterministic=true: {_forms_batches(recipe)} by arrival (engine.kind={recipe.engine.kind}); "
             "use engine.kind=hf, or remove it"
         )
     if recipe.engine.kind == "vllm" and trainer.num_ranks > 1:
@@ -109,12 +109,21 @@ def _refusals(recipe: Recipe) -> Iterator[str]:
             f"engine.kind=vllm with trainer.num_ranks={trainer.num_ranks}: vLLM in the driver's process goes with one rank; "
             "use engine.kind=vllm_server, or trainer.num_ranks=1"
         )
+    if recipe.model.attention == "flash_attention_2" and recipe.model.dtype == "float32":
+        yield (
+            "model.attention=flash_attention_2: its kernels take weights of 16 bits, and model.dtype=float32; set "
+            "model.dtype=bfloat16, or model.attention=auto"
+        )
     yield from _adapter_refusals(recipe)
     if trainer.optimizer_steps_per_batch > rollout.groups_per_step:
         yield (
             f"trainer.optimizer_steps_per_batch={trainer.optimizer_steps_per_batch}: a batch is cut by whole groups and has "
             f"rollout.groups_per_step={rollout.groups_per_step} of them; set it to {rollout.groups_per_step} or less"
         )
+
+
+def _forms_batches(recipe: Recipe) -> str:
+    return "vLLM forms its batches" if recipe.engine.kind == "vllm" else "a server forms its batches"
 
 
 def _adapter_refusals(recipe: Recipe) -> Iterator[str]:
@@ -286,8 +295,8 @@ def _engine(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]
         return recipe
     found: dict[str, Any] = {}
     if engine.gpu_memory_utilization is None:
-        shared = set(engine.devices or ()) & set(recipe.trainer.devices or ())
-        beside = engine.device is None if engine.kind == "vllm" else bool(shared)
+        both = set(engine.devices or ()) & set(recipe.trainer.devices or ())
+        beside = engine.device is None if engine.kind == "vllm" else bool(both)
         found["gpu_memory_utilization"] = _SHARED_GPU if beside else _OWN_GPU
         reasons["engine.gpu_memory_utilization"] = "the trainer is on the same GPU" if beside else "the GPU is its own"
     longest = recipe.rollout.max_trajectory_tokens
@@ -306,31 +315,38 @@ def _engine(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]
 def _weight_sync(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
     """How the weights reach the engine follows from where it is; what can't reach it is refused."""
     kind, mode = recipe.engine.kind, recipe.weight_sync.mode
+    if kind == "vllm":
+        return _vllm_sync(recipe, reasons)
     if kind == "vllm_server":
         return _vllm_server_sync(recipe, reasons)
-    fits, why = _ways_to_sync(recipe)
+    fits, where = ("in_process", "in the driver's process") if kind == "hf" else ("nccl", "in processes of its own")
     if mode == "auto":
-        reasons["weight_sync.mode"] = f"{why} (engine.kind={kind})"
-        return _with(recipe, "weight_sync", mode=fits[0])
-    if mode not in fits:
+        reasons["weight_sync.mode"] = f"the engine is {where} (engine.kind={kind})"
+        return _with(recipe, "weight_sync", mode=fits)
+    if mode != fits:
         raise ConfigError(
-            f"weight_sync.mode={mode} can't reach it: {why} (engine.kind={kind}); use {' or '.join(fits)}, or auto"
+            f"weight_sync.mode={mode} can't reach an engine that is {where} (engine.kind={kind}); use {fits}, or auto"
         )
     return recipe
 
 
-def _ways_to_sync(recipe: Recipe) -> tuple[tuple[str, ...], str]:
-    """The modes that fit the engine, the usual one first, and what they follow from."""
-    engine = recipe.engine
-    if engine.kind == "hf":
-        return ("in_process",), "the engine is in the driver's process"
-    if engine.kind != "vllm":
-        return ("nccl",), "the engine is in processes of its own"
+def _vllm_sync(recipe: Recipe, reasons: dict[str, str]) -> Recipe:
+    """How weights reach vLLM in the driver's process: they are the trainer's own, or a copy."""
+    engine, mode = recipe.engine, recipe.weight_sync.mode
+    apart = None
     if engine.device is not None:
-        return ("in_process",), "the engine is in the driver's process, on a GPU of its own"
-    if engine.dtype not in ("auto", recipe.model.dtype):
-        return ("in_process",), f"the engine has weights of another type, engine.dtype={engine.dtype}"
-    return ("single_copy", "in_process"), "the engine is in the driver's process, on the trainer's GPU"
+        apart = f"the engine has a GPU of its own, engine.device={engine.device}"
+    elif engine.dtype not in ("auto", recipe.model.dtype):
+        apart = f"the engine has weights of another type, engine.dtype={engine.dtype}"
+    if mode == "auto":
+        reasons["weight_sync.mode"] = apart or "engine and trainer are in one process, on one GPU (engine.kind=vllm)"
+        return _with(recipe, "weight_sync", mode="in_process" if apart else "single_copy")
+    if mode not in ("in_process", "single_copy") or (mode == "single_copy" and apart):
+        why = apart if mode == "single_copy" else "the engine is in the driver's process"
+        raise ConfigError(
+            f"weight_sync.mode={mode} with engine.kind=vllm: {why}; use {'' if apart else 'single_copy, '}in_process or auto"
+        )
+    return recipe
 
 
 def _vllm_server_sync(recipe: Recipe, reasons: dict[str, str]) -> Recipe:
@@ -375,6 +391,8 @@ def _loss(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) 
         f"at most rollout.max_trajectory_tokens={rollout.max_trajectory_tokens}",
         "sampler_correction": "the engine samples with the trainer's own weights"
         if in_step
+        else "vLLM computes in another order than the trainer, so their probabilities differ a little"
+        if recipe.engine.kind == "vllm_server" and every_steps == 1
         else f"weights are pushed every {every_steps} steps, so the engine's probabilities lag behind the trainer's",
     } | dict.fromkeys(
         ("sampler_level", "sampler_low", "sampler_high"), f"usual with sampler_correction={filled.sampler_correction}"

@@ -230,7 +230,7 @@ class EngineSection(Section):
     """What generates."""
 
     kind: Literal["hf", "hf_server", "vllm", "vllm_server"] = "hf"
-    """`hf`: transformers, in the driver's process; `vllm`: vLLM there; the `_server` kinds: the same in processes of their own."""
+    """`hf`: transformers, `vllm`: vLLM, both in the driver's process; with `_server`: the same in processes of their own."""
     num_servers: int = Field(default=1, gt=0)
     """Servers that the run starts, each with a copy of the weights."""
     urls: tuple[str, ...] = Field(default=(), strict=False)
@@ -368,8 +368,8 @@ class WeightSyncSection(Section):
     """How the engine gets the trainer's weights."""
 
     mode: Literal["auto", "in_process", "single_copy", "nccl", "lora", "restart"] = "auto"
-    """`in_process`: copied inside the driver; `single_copy`: the trainer's weights are views of the engine's; `nccl`: sent to servers
-    over a process group (gloo on CPUs); `lora`: adapters as files; `restart`: the servers start anew from saved weights."""
+    """`in_process`: copied inside the driver; `single_copy`: the trainer's weights are views of the engine's; `nccl`: sent to
+    servers over a process group (gloo on CPUs); `lora`: adapters as files; `restart`: servers start anew from saved weights."""
     every_steps: int = Field(default=1, gt=0)
     """Push every N steps; above 1 the engine lags openly, and old log-probabilities account for it."""
     verify_every: int = Field(default=25, gt=0)
