@@ -26,8 +26,9 @@ _PARTS = (1, 2, 4, 8)
 
 def plan_on(recipe: Recipe, facts: ModelFacts, machine: Machine | None, *, num_tasks: int | None = None) -> Plan:
     """The plan of `recipe` on the GPUs of `machine`. Raises ConfigError."""
-    gpu, name = (None, "") if machine is None else (machine.gpu, machine.gpu_name)
-    return make_plan(recipe, facts, gpu, gpu_name=name, num_tasks=num_tasks)
+    if machine is None:
+        return make_plan(recipe, facts, num_tasks=num_tasks)
+    return make_plan(recipe, facts, machine.gpu, gpu_name=machine.gpu_name, total=machine.total, num_tasks=num_tasks)
 
 
 def nearest_fit(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_tasks: int | None = None) -> tuple[str, ...] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from polyturn.plan.hardware import Machine
-from polyturn.plan.placement import role, seats
+from polyturn.plan.placement import role
 from polyturn.plan.planner import GIB, GpuPlan, Plan
 
 _WIDTH = 20
@@ -27,7 +27,7 @@ def picture(plan: Plan, machine: Machine | None) -> list[str]:
 
 def _gpu_lines(plan: Plan, machine: Machine | None) -> Iterator[str]:
     holds: dict[int, GpuPlan] = {number: gpu for gpu in plan.gpus for number in gpu.numbers}
-    roles = {seat.number: role([seat], plan.recipe) for seat in seats(plan.recipe)}
+    roles = {seat.number: role([seat], plan.recipe) for seat in plan.seats}
     total = max(len(holds), 0 if machine is None else machine.total, max(holds) + 1)
     shown = range(min(total, _MOST_LINES))
     for number in shown:

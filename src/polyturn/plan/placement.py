@@ -1,7 +1,7 @@
 """Which GPU trains, which one generates, and how the weights get from the one to the other.
 
 An engine in the driver's process (`hf`, `vllm`) lies on the first rank's GPU, unless `engine.device` names another one. Servers
-have GPUs of their own, the ones after the ranks', unless `engine.devices` names some.
+have GPUs of their own, the last ones of the machine, unless `engine.devices` names some.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def tensor_parallel(recipe: Recipe) -> int:
     return recipe.engine.tensor_parallel_size if recipe.engine.kind == "vllm_server" else 1
 
 
-def seats(recipe: Recipe) -> tuple[Seat, ...]:
-    """Every GPU of a resolved recipe, by number."""
-    ranks, engines = _ranks(recipe), _engines(recipe)
+def seats(recipe: Recipe, total: int | None = None) -> tuple[Seat, ...]:
+    """Every GPU of a resolved recipe, by number. `total` are those of the machine; without them servers follow the ranks."""
+    ranks, engines = _ranks(recipe), _engines(recipe, total)
     numbers = sorted({*ranks, *engines})
     return tuple(Seat(number=number, rank=ranks.get(number), engine=engines.get(number)) for number in numbers)
 
@@ -133,7 +133,7 @@ def _ranks(recipe: Recipe) -> dict[int, int]:
     return {number: rank for rank, number in enumerate(numbers)}
 
 
-def _engines(recipe: Recipe) -> dict[int, int]:
+def _engines(recipe: Recipe, total: int | None) -> dict[int, int]:
     """Engine by GPU."""
     ranks, parts = list(_ranks(recipe)), tensor_parallel(recipe)
     if not is_server(recipe):
@@ -143,7 +143,10 @@ def _engines(recipe: Recipe) -> dict[int, int]:
     if devices is not None and len(devices) == count:
         numbers = list(devices)
     else:
-        numbers = [number for number in range(len(ranks) + count + max(ranks)) if number not in ranks][:count]
+        free = [number for number in range(total or 0) if number not in ranks]
+        if len(free) < count:
+            free = [number for number in range(len(ranks) + count + max(ranks)) if number not in ranks][:count]
+        numbers = free[len(free) - count :]
     return {number: place // parts for place, number in enumerate(numbers)}
 
 

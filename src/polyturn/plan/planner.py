@@ -56,6 +56,7 @@ class Plan:
 
     recipe: Recipe
     facts: ModelFacts
+    seats: tuple[Seat, ...]
     gpus: tuple[GpuPlan, ...]
     gpu: Gpu | None
     """The kind it was made for. Without one, engines that take a share get as much as they need at least."""
@@ -105,7 +106,7 @@ class Plan:
             kept += self.facts.parameters * ELEMENT_BYTES[load.dtype]
         if not kept:
             return 0.0
-        ranks = max(Counter(seat.number // machine.count for seat in seats(self.recipe) if seat.rank is not None).values())
+        ranks = max(Counter(seat.number // machine.count for seat in self.seats if seat.rank is not None).values())
         return ranks * kept * PINNED + HOST
 
     def short_contexts(self) -> tuple[str, ...]:
@@ -143,9 +144,15 @@ def room(gpu: Gpu) -> float:
 
 
 def make_plan(
-    recipe: Recipe, facts: ModelFacts, gpu: Gpu | None = None, *, gpu_name: str = "", num_tasks: int | None = None
+    recipe: Recipe,
+    facts: ModelFacts,
+    gpu: Gpu | None = None,
+    *,
+    gpu_name: str = "",
+    total: int | None = None,
+    num_tasks: int | None = None,
 ) -> Plan:
-    """What `recipe` (resolved or not) takes on GPUs such as `gpu`. `num_tasks` are its training tasks; by epochs it needs them.
+    """What `recipe` (resolved or not) takes on `total` GPUs such as `gpu`. A recipe by epochs needs its number of tasks.
 
     Raises ConfigError for a recipe that can't be trained, or not on a GPU.
     """
@@ -159,11 +166,13 @@ def make_plan(
     found, unreachable = _resolved(recipe, num_tasks)
     load = trainer_load(found.recipe)
     alike: dict[tuple[bool, bool], list[Seat]] = {}
-    for seat in seats(found.recipe):
+    where = seats(found.recipe, total)
+    for seat in where:
         alike.setdefault((seat.rank is not None, seat.engine is not None), []).append(seat)
     return Plan(
         recipe=found.recipe,
         facts=facts,
+        seats=where,
         gpus=tuple(_gpu_plan(found.recipe, facts, load, group, gpu, gpu_name) for group in alike.values()),
         gpu=gpu,
         refused=(*unreachable, *refusals(found.recipe, facts)),

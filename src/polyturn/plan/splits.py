@@ -10,7 +10,7 @@ from polyturn.errors import ConfigError
 from polyturn.plan.hardware import Machine
 from polyturn.plan.models import ModelFacts
 from polyturn.plan.nearest_fit import Change, changed, differences, overrides, plan_on
-from polyturn.plan.placement import is_paged, seats, tensor_parallel
+from polyturn.plan.placement import is_paged, tensor_parallel
 from polyturn.plan.speed import FILL, StepTime, step_time
 
 _MOST_GPUS = 16
@@ -42,7 +42,7 @@ def splits(
     recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_tasks: int | None = None, fill: float = FILL
 ) -> tuple[Split, ...]:
     """All splits of the machine's GPUs, the recipe's own among them where it has all GPUs."""
-    own = plan_on(recipe, facts, machine, num_tasks=num_tasks).recipe
+    own = plan_on(recipe, facts, machine, num_tasks=num_tasks)
     found = []
     for name, change in split_changes(recipe, machine):
         try:
@@ -55,7 +55,7 @@ def splits(
                 time=step_time(plan, machine, fill=fill),
                 problems=plan.problems(machine),
                 overrides=overrides(differences(recipe, change)),
-                planned=seats(plan.recipe) == seats(own),
+                planned=plan.seats == own.seats,
             )
         )
     return tuple(found)

@@ -13,6 +13,7 @@ from polyturn.errors import ConfigError
 from polyturn.plan.hardware import load_hardware
 from polyturn.plan.known_models import CONFIGS
 from polyturn.plan.models import facts_from_config
+from polyturn.plan.nearest_fit import plan_on
 from polyturn.plan.picture import picture
 from polyturn.plan.placement import refusals, seats
 from polyturn.plan.planner import GIB, Plan, make_plan
@@ -68,6 +69,12 @@ def test_servers_lie_after_the_ranks_with_as_many_gpus_as_they_have_parts():
     )
     assert roles(plan) == [("trainer-0 to trainer-3", (0, 1, 2, 3)), ("engine-0 to engine-1 on 2 GPUs each", (4, 5, 6, 7))]
     assert [seat.engine for seat in seats(plan.recipe)][4:] == [0, 0, 1, 1]
+
+
+def test_servers_take_the_last_gpus_of_a_machine():
+    machine = HARDWARE.machine("p4de.24xlarge")
+    plan = plan_on(recipe_of(engine={"kind": "vllm_server"}), facts_of(), machine)
+    assert roles(plan) == [("trainer-0", (0,)), ("engine-0", (7,))]
 
 
 def test_named_gpus():
@@ -191,12 +198,13 @@ def test_a_server_lies_on_one_node():
 
 
 def test_the_picture_has_every_gpu_of_the_machine():
-    plan = plan_of(engine={"kind": "vllm_server"}, trainer={"num_ranks": 6})
-    shown = picture(plan, HARDWARE.machine("p4de.24xlarge"))
+    machine = HARDWARE.machine("p4de.24xlarge")
+    plan = plan_on(recipe_of(engine={"kind": "vllm_server"}, trainer={"num_ranks": 6}), facts_of(), machine)
+    shown = picture(plan, machine)
     assert len([line for line in shown if line.lstrip().startswith("GPU ")]) == 8
     assert shown[1].endswith("trainer-0")
-    assert shown[7].endswith("engine-0")
-    assert shown[8].endswith("free")
+    assert shown[7].endswith("free")
+    assert shown[8].endswith("engine-0")
     assert shown[-1].startswith("weight_sync.mode=nccl, because the engine is in processes of its own")
 
 
