@@ -21,24 +21,25 @@ def register(verbs: Any) -> None:
     local = places.add_parser("local", help="on this machine", description="Start every process of a run on this machine.")
     add_recipe(local)
     local.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
+    local.add_argument("--force", action="store_true", help="start even what does not fit by the plan")
     local.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check, then start everything."""
     recipe = read_recipe(args)
-    return dry_run(recipe) if args.dry_run else launch(recipe)
+    return dry_run(recipe, force=args.force) if args.dry_run else launch(recipe, force=args.force)
 
 
-def launch(recipe: Recipe) -> int:
+def launch(recipe: Recipe, *, force: bool = False) -> int:
     """Start all processes of the recipe's run and return its exit code when none is left."""
     from polyturn.processes.keeper import keep
 
     code = keep()  # before anything that may start threads, as the check does
-    return _supervise(recipe) if code is None else code
+    return _supervise(recipe, force=force) if code is None else code
 
 
-def _supervise(recipe: Recipe) -> int:
+def _supervise(recipe: Recipe, *, force: bool) -> int:
     """Check, make the run folder, start everything. Runs in the keeper's child."""
     from polyturn.cli.train import arithmetic
     from polyturn.config.resolve import write_resolved
@@ -54,7 +55,7 @@ def _supervise(recipe: Recipe) -> int:
     checked = check(recipe)
     gpus = visible_gpus()
     place(checked.recipe, gpus)  # refuses before there is a folder
-    for line in arithmetic(checked):
+    for line in arithmetic(checked, force=force):
         print(line)
     folder = RunFolder.create(checked.recipe.run.output_dir, checked.recipe.run.name)
     write_resolved(checked.resolved, folder.recipe)
@@ -65,7 +66,7 @@ def _supervise(recipe: Recipe) -> int:
     return run_roles(specs, folder, patience_of(checked.recipe))
 
 
-def dry_run(recipe: Recipe) -> int:
+def dry_run(recipe: Recipe, *, force: bool = False) -> int:
     """Check, say which processes there would be, write the resolved recipe."""
     from polyturn.cli.train import arithmetic, write_dry_run
     from polyturn.launch.roles import described, role_specs
@@ -74,6 +75,6 @@ def dry_run(recipe: Recipe) -> int:
 
     checked = check(recipe)
     specs = role_specs(checked.recipe, visible_gpus(), Path("recipe.yaml"))
-    for line in (*arithmetic(checked), *map(described, specs)):
+    for line in (*arithmetic(checked, force=force), *map(described, specs)):
         print(line)
     return write_dry_run(checked)

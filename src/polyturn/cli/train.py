@@ -17,6 +17,7 @@ def register(verbs: Any) -> None:
     parser = verbs.add_parser("train", help="train a policy", description="Train a policy by the recipe, on this machine.")
     add_recipe(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, write the resolved recipe, train nothing")
+    parser.add_argument("--force", action="store_true", help="train even what does not fit by the plan")
     parser.set_defaults(run=run)
 
 
@@ -28,18 +29,20 @@ def run(args: argparse.Namespace) -> int:
 
     recipe = read_recipe(args)
     if needs_processes(recipe):
-        return dry_run(recipe) if args.dry_run else launch(recipe)
+        return dry_run(recipe, force=args.force) if args.dry_run else launch(recipe, force=args.force)
     checked = check(recipe)
-    for line in arithmetic(checked):
+    for line in arithmetic(checked, force=args.force):
         print(line)
     return write_dry_run(checked) if args.dry_run else _train(checked)
 
 
-def arithmetic(checked: Checked) -> list[str]:
-    """Sentences on what divides what in a step."""
+def arithmetic(checked: Checked, *, force: bool = False) -> list[str]:
+    """Sentences on what a step is, and on GPUs what the plan is. Raises ConfigError for what does not fit, unless forced."""
     from polyturn.config.arithmetic import sentences
+    from polyturn.plan.here import plan_here
 
-    return list(sentences(checked.recipe, checked.train_tasks.size))
+    planned = plan_here(checked.recipe, num_tasks=checked.train_tasks.size, force=force)
+    return [*sentences(checked.recipe, checked.train_tasks.size), *planned]
 
 
 def write_dry_run(checked: Checked) -> int:

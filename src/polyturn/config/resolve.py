@@ -32,6 +32,7 @@ _WARMUP_STEPS = 10
 _OWN_GPU, _SHARED_GPU = 0.9, 0.3
 _VLLM_KEYS = ("urls", "tensor_parallel_size", "device", "gpu_memory_utilization", "max_model_len", "dtype", "extra_args")
 """Settings that only vLLM has."""
+_SAVE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +141,17 @@ def _adapter_refusals(recipe: Recipe) -> Iterator[str]:
             f"model.lora.dropout={lora.dropout:g}: the policy that is trained must be the one that sampled, so nothing is "
             "dropped; set model.lora.dropout=0"
         )
-    if recipe.engine.kind != "hf":
+    if recipe.engine.kind == "vllm_server" and quantize is not None:
+        yield (
+            f"model.quantize={quantize} with engine.kind=vllm_server: its base would have other weights than the trainer's; "
+            "set model.quantize=null, or use engine.kind=hf"
+        )
+    if recipe.engine.kind == "vllm":
+        yield (
+            "model.lora with engine.kind=vllm: adapters reach vLLM as files, which servers load; use engine.kind=vllm_server, "
+            "on the trainer's GPU with trainer.devices=[0] engine.devices=[0], or engine.kind=hf"
+        )
+    if recipe.engine.kind == "hf_server":
         yield (
             f"model.lora with engine.kind={recipe.engine.kind}: the engine must hold the same base weights, which only an "
             "engine in the driver's process is sure to; use engine.kind=hf, or set model.lora=null"
@@ -284,7 +295,8 @@ def _engine(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]
         return recipe
     found: dict[str, Any] = {}
     if engine.gpu_memory_utilization is None:
-        beside = engine.kind == "vllm" and engine.device is None
+        both = set(engine.devices or ()) & set(recipe.trainer.devices or ())
+        beside = engine.device is None if engine.kind == "vllm" else bool(both)
         found["gpu_memory_utilization"] = _SHARED_GPU if beside else _OWN_GPU
         reasons["engine.gpu_memory_utilization"] = "the trainer is on the same GPU" if beside else "the GPU is its own"
     longest = recipe.rollout.max_trajectory_tokens
@@ -305,6 +317,8 @@ def _weight_sync(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str,
     kind, mode = recipe.engine.kind, recipe.weight_sync.mode
     if kind == "vllm":
         return _vllm_sync(recipe, reasons)
+    if kind == "vllm_server":
+        return _vllm_server_sync(recipe, reasons)
     fits, where = ("in_process", "in the driver's process") if kind == "hf" else ("nccl", "in processes of its own")
     if mode == "auto":
         reasons["weight_sync.mode"] = f"the engine is {where} (engine.kind={kind})"
@@ -335,6 +349,32 @@ def _vllm_sync(recipe: Recipe, reasons: dict[str, str]) -> Recipe:
     return recipe
 
 
+def _vllm_server_sync(recipe: Recipe, reasons: dict[str, str]) -> Recipe:
+    """How weights reach vLLM servers: adapters as files, whole models over a process group, or by a restart."""
+    sync, adapters = recipe.weight_sync, recipe.model.lora is not None
+    usual = "lora" if adapters else "nccl"
+    mode = usual if sync.mode == "auto" else sync.mode
+    if mode not in ((usual,) if adapters else ("nccl", "restart")):
+        whose = "adapters are trained (model.lora); use lora" if adapters else "all weights are trained; use nccl, restart"
+        raise ConfigError(f"weight_sync.mode={mode} with engine.kind=vllm_server: {whose} or auto")
+    if mode == "restart" and recipe.engine.urls:
+        raise ConfigError(
+            "weight_sync.mode=restart: only servers that the run started are restarted; use nccl, or no engine.urls"
+        )
+    if sync.mode == "auto":
+        what = (
+            "adapters are small and go as files" if adapters else "they go over a process group, NCCL between GPUs, else gloo"
+        )
+        reasons["weight_sync.mode"] = f"the engine is in processes of its own (engine.kind=vllm_server), and {what}"
+    limit_s = sync.deadline_s
+    if mode == "restart" and limit_s < recipe.engine.start_deadline_s + _SAVE_S:
+        limit_s = recipe.engine.start_deadline_s + _SAVE_S
+        reasons["weight_sync.deadline_s"] = (
+            f"a push is a start (engine.start_deadline_s), and {_SAVE_S:g} s to save the weights"
+        )
+    return _with(recipe, "weight_sync", mode=mode, deadline_s=limit_s)
+
+
 def _loss(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
     """Every axis of the loss: from the recipe, else from its preset, else from engine and token budget."""
     from polyturn.config.presets import resolve_loss
@@ -351,6 +391,8 @@ def _loss(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) 
         f"at most rollout.max_trajectory_tokens={rollout.max_trajectory_tokens}",
         "sampler_correction": "the engine samples with the trainer's own weights"
         if in_step
+        else "vLLM computes in another order than the trainer, so their probabilities differ a little"
+        if recipe.engine.kind.startswith("vllm") and every_steps == 1
         else f"weights are pushed every {every_steps} steps, so the engine's probabilities lag behind the trainer's",
     } | dict.fromkeys(
         ("sampler_level", "sampler_low", "sampler_high"), f"usual with sampler_correction={filled.sampler_correction}"

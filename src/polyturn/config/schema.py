@@ -358,6 +358,8 @@ class TrainerSection(Section):
     """What the backward pass computes again instead of keeping: nothing, all but products and attention, or whole layers."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the decoder's layers; `auto`: on a GPU."""
+    memory: Literal["off", "auto"] = "off"
+    """`auto`: on a GPU, `activations`, `row_tokens` and `offload_optimizer` are chosen so that it fits; what is given stays."""
     float32_head: bool = False
     """Compute the logits in float32 from weights that are not."""
 

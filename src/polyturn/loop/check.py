@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from polyturn.advantages.base import Estimator
@@ -23,6 +23,7 @@ from polyturn.loop.tasks import held_out_tasks, load_tasks, open_stream
 from polyturn.metrics.run_folder import refuse_name
 from polyturn.models.folder import BUILTIN_POSITIONS, SMOLLM2, TINY, adapter_base, is_adapter, local_folder, max_positions
 from polyturn.models.smollm2 import check_smollm2
+from polyturn.plan.auto_memory import fit_here
 from polyturn.processes.gpus import visible_gpus
 from polyturn.rendering.renderer import Renderer
 from polyturn.types import Task, TaskSource
@@ -62,7 +63,9 @@ def check(recipe: Recipe, *, model: str | None = None, resources: Resources | No
     environment = recipe_environment(recipe, resources)
     component_weights(recipe)
     train_tasks = load_tasks(recipe, environment, "train")
+    recipe, chosen = fit_here(recipe, num_tasks=train_tasks.size)
     resolved = resolve(recipe, num_train_tasks=train_tasks.size, on_gpu=computes_on_gpu(recipe))
+    resolved = replace(resolved, reasons={**resolved.reasons, **chosen})
     open_stream(recipe, train_tasks)
     refuse_unsendable(recipe, train_tasks)
     estimator = build_estimator(recipe.algorithm.advantage, recipe.algorithm.advantage_options)

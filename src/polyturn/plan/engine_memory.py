@@ -3,7 +3,8 @@
 A paged engine takes a share of the GPU when it starts and keeps it: weights, the peak of a trial batch, what other libraries
 took, and the rest as blocks of KV cache. Its formulas were worked out from one published start of vLLM and give it back, which
 says little about other models: Qwen2.5-7B on an A100 of 40 GB at a share of 0.85, which reports 33.57 GiB = 14.27 weights +
-17.39 activation peak + 0.09 others + 1.82 KV cache, 2,131 blocks of 16 tokens. Recipes can't ask for such an engine yet.
+17.39 activation peak + 0.09 others + 1.82 KV cache, 2,131 blocks of 16 tokens. With tensor parallelism each GPU holds its part
+of every matrix, and of the heads' keys and values; norms, hidden states and MLA's latents are whole on each of them.
 
 The `hf` engine holds its weights and takes the rest while it generates. Its formulas count what its code makes; they were not
 held against a measurement.
@@ -29,6 +30,11 @@ _WORKSPACE = 8_519_680
 """Of cuBLAS on cards before Hopper, bytes."""
 _INPUTS = 24
 """Bytes of a token's id, position and slot."""
+GRAPHS = round(0.5 * (1 << 30))
+"""What recorded CUDA graphs take: assumed, not measured."""
+_VOCABULARY_PADDING = 64
+_SAMPLER_COPIES = 4
+"""Float32 copies of a batch's logits that sampling makes: assumed, not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +59,21 @@ class PagedEngine:
         """Sequences of that length that fit at once."""
         return self.blocks // math.ceil(context / BLOCK_TOKENS)
 
+    @property
+    def at_least(self) -> float:
+        """Bytes without any cache."""
+        return sum(term.bytes for term in self.terms)
+
+    @property
+    def weights(self) -> float:
+        """Bytes of its part of the weights."""
+        return sum(term.bytes for term in self.terms if term.name == "engine weights")
+
+    @property
+    def asleep(self) -> float:
+        """Bytes that stay when weights, cache and work are given back: graphs, and what is outside PyTorch."""
+        return sum(term.bytes for term in self.terms if term.name in ("engine non-torch", "CUDA graphs"))
+
     def refusal(self, context: int) -> str | None:
         """Why a context of so many tokens can't be served, and what can; None when it can."""
         if context <= self.tokens:
@@ -67,44 +88,35 @@ class PagedEngine:
         )
 
 
-def paged_engine(
-    facts: ModelFacts,
-    *,
-    usable_bytes: int,
-    share: float,
-    context: int,
-    batched_tokens: int | None = None,
-    dtype: str = "bfloat16",
-) -> PagedEngine:
-    """Memory of a paged engine on one GPU of `usable_bytes`, of which it may take `share`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedLoad:
+    """What a paged engine is asked for."""
 
-    `batched_tokens` is the size of its trial batch: what one forward pass may hold, the whole `context` where it does not cut
-    prompts into chunks. Raises ConfigError for a share or a length that is none.
+    context: int
+    """Longest prompt and completion together."""
+    batched_tokens: int | None = None
+    """Tokens of its trial batch: what one forward pass may hold; the whole `context` where prompts are not cut into chunks."""
+    sequences: int | None = None
+    """Requests of a batch, whose logits it samples from; None leaves the sampler out."""
+    tensor_parallel: int = 1
+    """GPUs that share the weights."""
+    dtype: str = "bfloat16"
+    graphs: bool = False
+    """Whether it records CUDA graphs."""
+    adapters: float = 0
+    """Parameters of adapters beside the weights."""
+
+
+def paged_engine(facts: ModelFacts, load: PagedLoad, *, budget: float) -> PagedEngine:
+    """Memory of a paged engine on each of its GPUs, of which it may take `budget` bytes.
+
+    Raises ConfigError for lengths below 1.
     """
-    if not 0 < share <= 1:
-        raise ConfigError(
-            f"an engine can't take a share of {share:g} of a GPU; give a number above 0 and at most 1, such as 0.85"
-        )
-    if context < 1 or (batched_tokens is not None and batched_tokens < 1):
-        raise ConfigError(f"context={context}, batched tokens={batched_tokens}: give whole numbers above 0")
-    width = ELEMENT_BYTES[dtype]
-    batch = context if batched_tokens is None else batched_tokens
-    terms = (
-        Term(
-            name="weights",
-            bytes=_served_weights(facts, width),
-            formula=f"{facts.parameters:,} parameters x {width} bytes, in the allocator's pages, and the table of positions",
-        ),
-        Term(
-            name="activation peak",
-            bytes=batch * (width * (4 * facts.hidden + 3 * facts.intermediate) + _INPUTS) + _WORKSPACE,
-            formula=f"4 x hidden + 3 x feed-forward width for {batch:,} tokens of a trial batch",
-        ),
-        Term(name="non-torch", bytes=NON_TORCH, formula="what CUDA takes outside PyTorch"),
-    )
-    budget = share * usable_bytes
+    if load.context < 1 or (load.batched_tokens is not None and load.batched_tokens < 1):
+        raise ConfigError(f"context={load.context}, batched tokens={load.batched_tokens}: give whole numbers above 0")
+    terms = _paged_terms(facts, load)
     left = budget - sum(term.bytes for term in terms)
-    per_token = facts.kv_bytes_per_token(width, latent=True)
+    per_token = kv_bytes_on_a_gpu(facts, load)
     return PagedEngine(
         budget=budget,
         terms=terms,
@@ -112,6 +124,59 @@ def paged_engine(
         bytes_per_token=per_token,
         blocks=max(0, int(left // (per_token * BLOCK_TOKENS))),
     )
+
+
+def budget_of(share: float, usable_bytes: float) -> float:
+    """Bytes that an engine may take which gets `share` of a GPU. Raises ConfigError for a share that is none."""
+    if not 0 < share <= 1:
+        raise ConfigError(
+            f"an engine can't take a share of {share:g} of a GPU; give a number above 0 and at most 1, such as 0.85"
+        )
+    return share * usable_bytes
+
+
+def kv_bytes_on_a_gpu(facts: ModelFacts, load: PagedLoad) -> int:
+    """Bytes of a token in the cache of one GPU: its part of the heads, of which each GPU has at least one."""
+    whole = facts.kv_bytes_per_token(ELEMENT_BYTES[load.dtype], latent=True)
+    if facts.latent_numbers is not None:
+        return whole
+    return whole * math.ceil(facts.kv_heads / load.tensor_parallel) // facts.kv_heads
+
+
+def _paged_terms(facts: ModelFacts, load: PagedLoad) -> tuple[Term, ...]:
+    """All but the cache."""
+    width, parts = ELEMENT_BYTES[load.dtype], load.tensor_parallel
+    batch = load.context if load.batched_tokens is None else load.batched_tokens
+    forward = batch * (width * (4 * facts.hidden + 3 * facts.intermediate / parts) + _INPUTS) + _WORKSPACE
+    rows = load.sequences or 0
+    sampled = batch * width * facts.hidden + rows * facts.vocabulary * (width + 4 * _SAMPLER_COPIES)
+    each = f" / {parts} GPUs" if parts > 1 else ""
+    terms = [
+        Term(
+            name="engine weights",
+            bytes=_served_weights(facts, width, parts),
+            formula=f"{facts.parameters:,} parameters x {width} bytes{each}, in pages, and the table of positions",
+        ),
+        Term(
+            name="engine activations",
+            bytes=max(forward, sampled),
+            formula=f"peak of a trial batch of {batch:,} tokens: 4 x hidden + 3 x feed-forward width{each}, x {width} bytes"
+            if forward >= sampled
+            else f"peak of sampling {rows:,} rows of logits x (2 + {_SAMPLER_COPIES} float32 copies, assumed)",
+        ),
+        Term(
+            name="engine non-torch",
+            bytes=NON_TORCH,
+            formula="what CUDA and NCCL take outside PyTorch, as one start reported it",
+        ),
+    ]
+    if load.graphs:
+        terms.append(Term(name="CUDA graphs", bytes=GRAPHS, formula="recorded batches, assumed"))
+    if load.adapters:
+        terms.append(
+            Term(name="engine adapters", bytes=2 * load.adapters * width, formula=f"parameters x {width} bytes, two slots")
+        )
+    return tuple(terms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,26 +229,39 @@ def hf_terms(facts: ModelFacts, load: HfLoad, *, shares_base: TrainerLoad | None
     )
 
 
-def _served_weights(facts: ModelFacts, width: int) -> float:
-    """Weights as an engine holds them: fused matrices, each rounded up to the allocator's pages, and the table of positions."""
-    total = float(_paged(facts.embedding * width)) + (_paged(facts.head * width) if facts.head else 0)
-    for numel, count in _fused(facts):
+def _served_weights(facts: ModelFacts, width: int, parts: int) -> float:
+    """Weights as each of `parts` GPUs holds them: fused matrices, in the allocator's pages, and the table of positions."""
+    vocabulary = facts.vocabulary if parts == 1 else _up(facts.vocabulary, _VOCABULARY_PADDING * parts) // parts
+    matrix = _paged(vocabulary * facts.hidden * width)
+    total = float(matrix * (2 if facts.head else 1))
+    for numel, count in _fused(facts, parts):
         total += _paged(numel * width) * count
-    total += (
-        sum(length * count for length, count in facts.other_tensors() if length not in (facts.embedding, facts.head)) * width
-    )
+    total += sum(length * count for length, count in facts.norms) * width
+    total += sum(linear.outputs / parts * linear.count for linear in facts.linears if linear.bias) * width
     return total + (facts.max_positions or 0) * facts.head_dim * width
 
 
-def _fused(facts: ModelFacts) -> list[tuple[int, int]]:
-    """Sizes of the matrices: query, key and value are one, gate and up are one."""
+def _fused(facts: ModelFacts, parts: int) -> list[tuple[int, int]]:
+    """Sizes of a GPU's part of the matrices: query, key and value are one, gate and up are one."""
     fused: dict[tuple[str, int], list[Linear]] = {}
     for linear in facts.linears:
         group = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv"}.get(
             linear.name, linear.name.replace("up_proj", "gate_proj")
         )
         fused.setdefault((group, linear.inputs * linear.count), []).append(linear)
-    return [(sum(part.inputs * part.outputs for part in parts), parts[0].count) for parts in fused.values()]
+    return [(sum(_part(facts, linear, parts) for linear in group), group[0].count) for group in fused.values()]
+
+
+def _part(facts: ModelFacts, linear: Linear, parts: int) -> int:
+    """Numbers of a matrix on one GPU. A head of keys or values is whole on every GPU that needs it."""
+    outputs = linear.outputs
+    if linear.name in ("k_proj", "v_proj"):
+        return linear.inputs * outputs * math.ceil(facts.kv_heads / parts) // facts.kv_heads
+    return linear.inputs * outputs if linear.name == "router" else math.ceil(linear.inputs * outputs / parts)
+
+
+def _up(number: int, multiple: int) -> int:
+    return math.ceil(number / multiple) * multiple
 
 
 def _paged(size: int) -> int:

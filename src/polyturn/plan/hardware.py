@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -15,6 +15,7 @@ from polyturn.errors import ConfigError, nearest
 _KNOWN = Path(__file__).with_name("hardware.yaml")
 _SAGEMAKER = "ml."
 _SHOWN = 60
+MOST_NODES = 1024
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Name = Annotated[str, Field(min_length=1)]
@@ -50,6 +51,8 @@ class Instance(_Facts):
     gpu: str
     """Name of its GPUs."""
     count: Annotated[int, Field(gt=0)]
+    ram_gib: _Positive | None = None
+    """Memory of the machine itself; None where nobody said."""
     nvlink: bool = False
     """Between its GPUs."""
     efa_gbit_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0
@@ -74,11 +77,33 @@ class Machine:
     gpu_name: str
     gpu: Gpu
     count: int
+    ram_bytes: float | None = None
+    """Memory of each node itself; None where nobody said."""
     nvlink: bool | None = None
     """None where nobody said."""
+    efa_gbit_s: float = 0
+    """Between nodes; 0 without EFA, or where nobody said."""
+    nodes: int = 1
+    """Such machines."""
     price: float | None = None
-    """Dollars an hour."""
+    """Dollars an hour, of one node."""
     price_date: str | None = None
+
+    @property
+    def total(self) -> int:
+        """GPUs of all nodes."""
+        return self.count * self.nodes
+
+    @property
+    def total_price(self) -> float | None:
+        """Dollars an hour, of all nodes."""
+        return None if self.price is None else self.price * self.nodes
+
+    def times(self, nodes: int) -> Machine:
+        """`nodes` machines of this type. Raises ConfigError."""
+        if not 1 <= nodes <= MOST_NODES:
+            raise ConfigError(f"--nodes={nodes}: give how many machines there are, from 1 to {MOST_NODES:,}")
+        return replace(self, nodes=nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +130,9 @@ class Hardware:
             gpu_name=instance.gpu,
             gpu=self.gpus[instance.gpu],
             count=instance.count,
+            ram_bytes=None if instance.ram_gib is None else instance.ram_gib * (1 << 30),
             nvlink=instance.nvlink,
+            efa_gbit_s=instance.efa_gbit_s,
             price=price,
             price_date=None if price is None else self.dates[key],
         )

@@ -138,9 +138,10 @@ def trainer_terms(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, ...]:
     return tuple(term for term in terms if term.bytes > 0)
 
 
-def own_terms(terms: Iterable[Term]) -> tuple[Term, ...]:
-    """What CUDA and its allocator take besides `terms`; assumed, not measured."""
-    context = Term(name="CUDA context", bytes=CONTEXT, formula="context and kernels, assumed")
+def own_terms(terms: Iterable[Term], processes: int = 1) -> tuple[Term, ...]:
+    """What CUDA and its allocator take besides `terms`, with so many processes on the GPU; assumed, not measured."""
+    each = f" of each of {processes} processes" if processes > 1 else ""
+    context = Term(name="CUDA context", bytes=processes * CONTEXT, formula=f"context and kernels{each}, assumed")
     work = sum(term.bytes for term in terms if term.name == "activations")
     gaps = Term(name="allocator's gaps", bytes=GAPS * work, formula=f"{GAPS:.0%} of activations, assumed", phase="training")
     return (context, gaps) if work else (context,)

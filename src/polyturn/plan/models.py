@@ -123,9 +123,10 @@ def model_facts(path: str) -> ModelFacts:
     for name, config in CONFIGS.items():
         if key in (name.lower(), name.partition("/")[2].lower()):
             return facts_from_config(config, name=name)
+    names = CONFIGS if "/" in path else [name.partition("/")[2].lower() or name for name in CONFIGS]
     raise ModelError(
         f"model.path={path} is no folder, not in the hub cache of this machine and not among the planner's models; give a "
-        f"folder with its config.json (nothing else is read), or one of those: {nearest(path, CONFIGS)}"
+        f"folder with its config.json (nothing else is read), or one of those: {nearest(path, names)}"
     )
 
 

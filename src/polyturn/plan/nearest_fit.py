@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from polyturn.config.schema import LoraSection, Recipe
 from polyturn.errors import ConfigError
-from polyturn.plan.hardware import Hardware, Machine
+from polyturn.plan.engine_load import OWN_SHARE
+from polyturn.plan.hardware import Gpu, Hardware, Machine
 from polyturn.plan.models import ModelFacts
-from polyturn.plan.planner import make_plan
+from polyturn.plan.placement import is_paged, is_server, num_engines, tensor_parallel
+from polyturn.plan.planner import Plan, make_plan, room
 
 Change: TypeAlias = "dict[str, Any]"
 """New values by dotted key, such as `trainer.activations`."""
 
 _SHORTEST = 256
+_TRIAL = 2048
+"""Tokens of a small trial batch: vLLM's own choice on small GPUs."""
+_SHARE_STEP = 0.05
+_PARTS = (1, 2, 4, 8)
+
+
+def plan_on(recipe: Recipe, facts: ModelFacts, machine: Machine | None, *, num_tasks: int | None = None) -> Plan:
+    """The plan of `recipe` on the GPUs of `machine`. Raises ConfigError."""
+    if machine is None:
+        return make_plan(recipe, facts, num_tasks=num_tasks)
+    return make_plan(recipe, facts, machine.gpu, gpu_name=machine.gpu_name, total=machine.total, num_tasks=num_tasks)
 
 
 def nearest_fit(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_tasks: int | None = None) -> tuple[str, ...] | None:
@@ -22,21 +36,41 @@ def nearest_fit(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_task
 
     def fits(change: Change) -> bool:
         try:
-            return not make_plan(changed(recipe, change), facts, num_tasks=num_tasks).problems(machine)
+            return not plan_on(changed(recipe, change), facts, machine, num_tasks=num_tasks).problems(machine)
         except ConfigError:
             return False  # the recipe asks for something that can't be had together with it
 
     for change in _changes(recipe, facts, machine):
         if fits(change):
-            return tuple(f"{key}={_word(value)}" for key, value in _needed(change, fits).items())
+            return overrides(_needed(change, fits))
     return None
+
+
+def overrides(change: Change) -> tuple[str, ...]:
+    """`change` as the command line takes it."""
+    return tuple(f"{key}={_word(value)}" for key, value in change.items())
+
+
+def differences(recipe: Recipe, change: Change) -> Change:
+    """What of `change` differs from the recipe."""
+
+    def value(key: str) -> Any:
+        if key == "model.lora.rank":
+            return None if recipe.model.lora is None else recipe.model.lora.rank
+        section, _, name = key.partition(".")
+        return getattr(getattr(recipe, section), name)
+
+    return {key: new for key, new in change.items() if value(key) != new}
 
 
 def smallest_gpu(recipe: Recipe, facts: ModelFacts, hardware: Hardware, *, num_tasks: int | None = None) -> str | None:
     """The kind of GPU with the least memory on which `recipe` fits as it is; None when none is large enough."""
-    plan = make_plan(recipe, facts, num_tasks=num_tasks)
-    fitting = [(gpu.usable_bytes, name) for name, gpu in hardware.gpus.items() if plan.fits_on(gpu)]
-    return min(fitting)[1] if fitting else None
+
+    def fits(name: str, gpu: Gpu) -> bool:
+        return make_plan(recipe, facts, gpu, gpu_name=name, num_tasks=num_tasks).fits_on(gpu)
+
+    by_size = sorted(hardware.gpus.items(), key=lambda named: (named[1].usable_bytes, named[0]))
+    return next((name for name, gpu in by_size if fits(name, gpu)), None)
 
 
 def changed(recipe: Recipe, change: Mapping[str, Any]) -> Recipe:
@@ -44,6 +78,8 @@ def changed(recipe: Recipe, change: Mapping[str, Any]) -> Recipe:
     for key, value in change.items():
         section, _, name = key.partition(".")
         update = {"lora": LoraSection(rank=value)} if key == "model.lora.rank" else {name: value}
+        if name.startswith("extra_args."):
+            update = {"extra_args": {**recipe.engine.extra_args, name.removeprefix("extra_args."): value}}
         recipe = recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=update)})
     return recipe
 
@@ -59,25 +95,60 @@ def _needed(change: Change, fits: Callable[[Change], bool]) -> Change:
 
 def _changes(recipe: Recipe, facts: ModelFacts, machine: Machine) -> Iterator[Change]:
     """Changes in the order in which they hurt."""
-    count = _fewer_gpus(recipe, machine)
+    places = list(_places(recipe, machine))
     positions = facts.max_positions
     context = recipe.rollout.max_trajectory_tokens
+    cut: Change = {}
     if positions is not None and context > positions:
-        count |= _context(recipe, positions)
         context = positions
-    yield from _with_smaller_batches(recipe, count)
-    for saving in _savings(recipe, context):
-        yield from _with_smaller_batches(recipe, count | saving)
-    hardest = {"trainer.activations": "full", "trainer.optimizer": "adamw_8bit", "trainer.master_weights": "stochastic"}
+        cut = _context(recipe, positions)
+    for saving in ({}, *_savings(recipe, context, offloads=machine.ram_bytes is not None)):
+        for place in places:
+            yield from _smaller_engines(recipe, facts, machine, place | cut | saving)
     shorter = context // 2
     while shorter >= _SHORTEST:
         cut = _half(recipe) | {"trainer.row_tokens": shorter} | _context(recipe, shorter)
-        yield from _with_smaller_batches(recipe, count | cut | ({} if recipe.model.lora else hardest))
+        for saving in _hardest(recipe):
+            for place in places:
+                yield from _smaller_engines(recipe, facts, machine, place | cut | saving)
         shorter //= 2
 
 
-def _savings(recipe: Recipe, context: int) -> Iterator[Change]:
-    """Ways to hold less on a GPU, each on top of what costs less."""
+def _hardest(recipe: Recipe) -> Iterator[Change]:
+    """What a shorter context is tried with: all that saves memory, for the weights that are trained, then for adapters."""
+    full: Change = {"trainer.activations": "full"}
+    if recipe.model.lora is not None:
+        yield full
+        return
+    if not recipe.trainer.offload_optimizer:
+        yield full | {"trainer.optimizer": "adamw_8bit", "trainer.master_weights": "stochastic"}
+    yield full | _adapters(recipe)
+
+
+def _places(recipe: Recipe, machine: Machine) -> Iterator[Change]:
+    """Other placements of the same ranks and engines, and of fewer where the machine has too few GPUs."""
+    fewer = _fewer_gpus(recipe, machine)
+    yield fewer
+    if not is_server(recipe) or recipe.engine.kind == "hf_server":
+        return
+    ranks = fewer.get("trainer.num_ranks", recipe.trainer.num_ranks)
+    apart: Change = {"weight_sync.mode": "auto"} if recipe.weight_sync.mode != "auto" else {}
+    if recipe.engine.devices is not None:
+        apart["engine.devices"] = None
+    if apart:
+        yield fewer | apart
+    for parts in sorted(_PARTS, key=lambda parts: abs(parts - tensor_parallel(recipe))):
+        if parts < min(machine.count + 1, machine.total):
+            counts = {
+                "engine.tensor_parallel_size": (parts, recipe.engine.tensor_parallel_size),
+                "engine.num_servers": (1, recipe.engine.num_servers),
+                "trainer.num_ranks": (max(1, min(ranks, machine.total - parts)), recipe.trainer.num_ranks),
+            }
+            yield fewer | apart | {key: new for key, (new, old) in counts.items() if new != old}
+
+
+def _savings(recipe: Recipe, context: int, *, offloads: bool) -> Iterator[Change]:
+    """Ways to hold less on a GPU, each on top of what costs less. An offload only where the machine's own memory is known."""
     half = _half(recipe)
     yield half
     modes = ["keep", "selective", "full"]
@@ -86,29 +157,66 @@ def _savings(recipe: Recipe, context: int) -> Iterator[Change]:
         work = half | {"trainer.activations": mode}
         yield work
     if recipe.trainer.row_tokens is None or recipe.trainer.row_tokens > context:
-        work |= {"trainer.row_tokens": context}
+        work = work | {"trainer.row_tokens": context}
         yield work
     if recipe.model.lora is None:
         small = work | {"trainer.optimizer": "adamw_8bit"}
         yield small
         yield small | {"trainer.master_weights": "stochastic"}
-        yield work | {"trainer.offload_optimizer": True}
-        yield work | {"model.lora.rank": 16}
-        work |= {"model.lora.rank": 16}
+        if offloads:
+            yield work | {"trainer.offload_optimizer": True}
+        adapters = _adapters(recipe)
+        yield work | adapters
+        work = work | adapters
     if recipe.model.quantize is None:
         yield work | {"model.quantize": "8bit"}
     if recipe.model.quantize != "4bit":
         yield work | {"model.quantize": "4bit"}
 
 
-def _with_smaller_batches(recipe: Recipe, change: Change) -> Iterator[Change]:
-    """`change`, and `change` with fewer sequences in the engine at once."""
+def _adapters(recipe: Recipe) -> Change:
+    """Adapters, and an engine that can take them: vLLM loads them as files, in a process of its own."""
+    change: Change = {"model.lora.rank": 16}
+    if is_paged(recipe) and recipe.weight_sync.mode != "auto":
+        change["weight_sync.mode"] = "lora"
+    if recipe.engine.kind == "vllm":
+        change["engine.kind"] = "vllm_server"
+        if recipe.engine.device is None:
+            change |= {"trainer.devices": (0,), "engine.devices": (0,)}
+    return change
+
+
+def _smaller_engines(recipe: Recipe, facts: ModelFacts, machine: Machine, change: Change) -> Iterator[Change]:
+    """`change`, and `change` with an engine that takes less: fewer sequences at once, or a share that is just enough."""
     if change:
         yield change
+    if is_paged(recipe):
+        yield from _other_shares(recipe, facts, machine, change)
+        return
     size = min(128, recipe.engine.max_batch_size // 2)
     while size >= 8:
         yield change | {"engine.max_batch_size": size}
         size //= 2
+
+
+def _other_shares(recipe: Recipe, facts: ModelFacts, machine: Machine, change: Change) -> Iterator[Change]:
+    """Shares of the GPU with which the engine holds one whole context, with its trial batch and with a small one."""
+    try:
+        plan = plan_on(changed(recipe, change), facts, machine)
+    except ConfigError:
+        return
+    generating = [gpu for gpu in plan.gpus if gpu.engine is not None]
+    if not plan.short_contexts() and all(gpu.needed <= room(machine.gpu) for gpu in generating):
+        return  # another share would help nobody
+    for trial in ({}, {"engine.extra_args.max_num_batched_tokens": _TRIAL}):
+        bare = make_plan(changed(recipe, change | trial), facts).gpus
+        least = max((gpu.engine.budget for gpu in bare if gpu.engine is not None), default=0.0)
+        share = math.ceil(least / machine.gpu.usable_bytes / _SHARE_STEP) * _SHARE_STEP
+        if trial:
+            yield change | trial
+        for roomier in (share + 2 * _SHARE_STEP, share):
+            if 0 < roomier <= OWN_SHARE + _SHARE_STEP:
+                yield change | trial | {"engine.gpu_memory_utilization": round(roomier, 2)}
 
 
 def _half(recipe: Recipe) -> Change:
@@ -125,18 +233,41 @@ def _context(recipe: Recipe, tokens: int) -> Change:
 
 def _fewer_gpus(recipe: Recipe, machine: Machine) -> Change:
     """Ranks and servers that the machine has GPUs for."""
-    ranks, servers = recipe.trainer.num_ranks, recipe.engine.num_servers if recipe.engine.kind == "hf_server" else 0
-    if ranks + servers <= machine.count:
-        return {}
-    change: Change = {}
-    if servers and machine.count == 1:
-        change["engine.kind"], servers = "hf", 0
-    elif servers >= machine.count:
-        change["engine.num_servers"] = servers = machine.count - 1
-    if ranks + servers > machine.count:
-        change["trainer.num_ranks"] = machine.count - servers
+    ranks, servers = recipe.trainer.num_ranks, num_engines(recipe) if is_server(recipe) else 0
+    parts, change = tensor_parallel(recipe), dict[str, Any]()
+    shared = recipe.weight_sync.mode == "single_copy" or recipe.engine.devices is not None
+    needed = max(ranks, servers * parts) if shared and servers else ranks + servers * parts
+    if recipe.engine.kind == "vllm" and recipe.engine.device is not None:
+        needed = ranks + 1
+    if needed <= machine.total and parts <= machine.count:
+        return change
+    if servers and machine.total == 1:
+        return _one_gpu(recipe)
+    while parts > 1 and parts >= machine.total:
+        change["engine.tensor_parallel_size"] = parts = parts // 2
+    if servers * parts >= machine.total:
+        change["engine.num_servers"] = servers = max(1, (machine.total - 1) // parts)
+    if ranks + servers * parts > machine.total:
+        change["trainer.num_ranks"] = max(1, machine.total - max(servers * parts, int(needed > ranks and not servers)))
+    return change
+
+
+def _one_gpu(recipe: Recipe) -> Change:
+    """An engine in the driver's process, where there is one GPU for both."""
+    change: Change = {"engine.kind": "hf" if recipe.engine.kind == "hf_server" else "vllm"}
+    if recipe.trainer.num_ranks > 1:
+        change["trainer.num_ranks"] = 1
+    if recipe.engine.tensor_parallel_size > 1:
+        change["engine.tensor_parallel_size"] = 1
+    if recipe.engine.devices is not None:
+        change["engine.devices"] = None
+    if recipe.weight_sync.mode != "auto":
+        change["weight_sync.mode"] = "auto"
     return change
 
 
 def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """As YAML has it."""
+    if isinstance(value, tuple):
+        return f"[{','.join(map(str, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

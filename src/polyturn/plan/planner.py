@@ -1,24 +1,30 @@
-"""From a recipe and a machine to what every GPU must hold, and whether it can.
-
-A run with an engine in the driver's process trains and generates on one GPU, one after the other; servers have GPUs of their
-own, the last ones, and trainer ranks the first ones.
-"""
+"""From a recipe and a kind of GPU to what every GPU must hold, and whether it can."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from polyturn.config.arithmetic import batch_arithmetic
-from polyturn.config.resolve import resolve
+from polyturn.config.memory import ELEMENT_BYTES
+from polyturn.config.resolve import Resolved, resolve
 from polyturn.config.schema import Recipe, filled
 from polyturn.errors import ConfigError
-from polyturn.plan.engine_memory import HfLoad, hf_terms
+from polyturn.plan.engine_load import at_once, context_of, hf_load, paged_load, share_of
+from polyturn.plan.engine_memory import PagedEngine, budget_of, hf_terms, paged_engine
 from polyturn.plan.hardware import Gpu, Machine
-from polyturn.plan.memory import Term, TrainerLoad, own_terms, peak, trainer_terms
+from polyturn.plan.memory import Term, TrainerLoad, adapter_numbers, held_bytes, own_terms, peak, trainer_terms
 from polyturn.plan.models import ModelFacts
+from polyturn.plan.placement import Seat, is_paged, is_server, refusals, role, seats, tensor_parallel, tensor_parallel_copy
 
 GIB = 1 << 30
+HEADROOM = 0.03
+"""Share of a GPU that a plan leaves free: as much as it was off where it was held against measurements."""
+PINNED = 1.4
+"""Pinned memory is taken in powers of two, at most twice what is needed; assumed on average."""
+HOST = 8.0 * GIB
+"""CPU memory of everything else: assumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +33,16 @@ class GpuPlan:
 
     role: str
     """Such as `trainer-0 and the engine`, `trainer-1 to trainer-3`."""
-    count: int
+    numbers: tuple[int, ...]
     """GPUs that hold the same."""
     terms: tuple[Term, ...]
+    engine: PagedEngine | None = None
+    """Of a GPU with an engine that pages its cache."""
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return len(self.numbers)
 
     @property
     def needed(self) -> float:
@@ -43,7 +56,14 @@ class Plan:
 
     recipe: Recipe
     facts: ModelFacts
+    seats: tuple[Seat, ...]
     gpus: tuple[GpuPlan, ...]
+    gpu: Gpu | None
+    """The kind it was made for. Without one, engines that take a share get as much as they need at least."""
+    refused: tuple[str, ...]
+    """What can't be had on any machine, a sentence each."""
+    reasons: Mapping[str, str]
+    """Why each derived value is what it is, by dotted key."""
     caveats: tuple[str, ...]
     """What of these numbers was never measured."""
 
@@ -59,33 +79,80 @@ class Plan:
 
     def fits_on(self, gpu: Gpu) -> bool:
         """Whether such GPUs, as many as are needed, are large enough, and the model's context too."""
-        return self.needed <= gpu.usable_bytes and not self.wrong_context()
+        return self.needed <= room(gpu) and not (self.refused or self.short_contexts())
 
     def problems(self, machine: Machine) -> tuple[str, ...]:
         """Why the run does not fit on `machine`, a sentence each; nothing when it does."""
-        found = list(self.wrong_context())
-        if self.num_gpus > machine.count:
-            found.append(
-                f"the run needs {_gpus(self.num_gpus)}, one for each rank and server; {machine.name} has {machine.count}"
-            )
+        found = [*self.refused, *self.short_contexts(), *self._too_few(machine)]
         for gpu in self.gpus:
-            if gpu.needed > machine.gpu.usable_bytes:
+            if gpu.needed > room(machine.gpu):
                 found.append(
                     f"{gpu.role}: {gpu.needed / GIB:.1f} GiB are needed, and {machine.gpu_name} leaves a process "
-                    f"{machine.gpu.usable_bytes / GIB:.1f} GiB"
+                    f"{machine.gpu.usable_bytes / GIB:.1f} GiB, of which {HEADROOM:.0%} stay free"
                 )
+        needed = self.host_bytes(machine)
+        if machine.ram_bytes is not None and needed > machine.ram_bytes:
+            found.append(
+                f"{needed / GIB:.0f} GiB of CPU memory are needed for what the trainer keeps there, and {machine.name} has "
+                f"{machine.ram_bytes / GIB:.0f}"
+            )
         return tuple(found)
 
-    def wrong_context(self) -> tuple[str, ...]:
-        """Trajectories that are longer than the model's positions."""
+    def host_bytes(self, machine: Machine) -> float:
+        """CPU memory of the fullest node: what an offload and a waiting reference take, in pinned pages; 0 without them."""
+        load = trainer_load(self.recipe)
+        kept = held_bytes(self.facts, load).cpu.total
+        if load.reference == "cpu":
+            kept += self.facts.parameters * ELEMENT_BYTES[load.dtype]
+        if not kept:
+            return 0.0
+        ranks = max(Counter(seat.number // machine.count for seat in self.seats if seat.rank is not None).values())
+        return ranks * kept * PINNED + HOST
+
+    def short_contexts(self) -> tuple[str, ...]:
+        """Trajectories that are longer than the model's positions, or than an engine can hold."""
         longest, positions = self.recipe.rollout.max_trajectory_tokens, self.facts.max_positions
-        if positions is None or longest <= positions:
-            return ()
-        return (f"rollout.max_trajectory_tokens={longest}: {self.facts.name} has {positions:,} positions",)
+        found = []
+        if positions is not None and longest > positions:
+            found.append(f"rollout.max_trajectory_tokens={longest}: {self.facts.name} has {positions:,} positions")
+        for gpu in self.gpus:
+            refusal = None if gpu.engine is None else gpu.engine.refusal(context_of(self.recipe))
+            if refusal is not None:
+                found.append(f"{gpu.role}: {refusal}")
+        return tuple(found)
+
+    def _too_few(self, machine: Machine) -> list[str]:
+        """GPUs and servers that the machine has no place for."""
+        parts, found = tensor_parallel(self.recipe), []
+        if self.num_gpus > machine.total:
+            found.append(
+                f"the run needs {_gpus(self.num_gpus)}, one for each rank and each part of a server; {machine.name} has "
+                f"{machine.total}"
+            )
+        elif (last := max(number for gpu in self.gpus for number in gpu.numbers)) >= machine.total:
+            found.append(f"the recipe names GPU {last}, and {machine.name} has {machine.total}, counted from 0")
+        if parts > machine.count:
+            found.append(
+                f"engine.tensor_parallel_size={parts}: a server lies on one node, and {machine.name} has {_gpus(machine.count)}"
+            )
+        return found
 
 
-def make_plan(recipe: Recipe, facts: ModelFacts, *, num_tasks: int | None = None) -> Plan:
-    """What `recipe` (resolved or not) takes on GPUs. `num_tasks` are its training tasks, which a run by epochs needs.
+def room(gpu: Gpu) -> float:
+    """Bytes of a GPU that a plan may fill."""
+    return gpu.usable_bytes * (1 - HEADROOM)
+
+
+def make_plan(
+    recipe: Recipe,
+    facts: ModelFacts,
+    gpu: Gpu | None = None,
+    *,
+    gpu_name: str = "",
+    total: int | None = None,
+    num_tasks: int | None = None,
+) -> Plan:
+    """What `recipe` (resolved or not) takes on `total` GPUs such as `gpu`. A recipe by epochs needs its number of tasks.
 
     Raises ConfigError for a recipe that can't be trained, or not on a GPU.
     """
@@ -96,23 +163,89 @@ def make_plan(recipe: Recipe, facts: ModelFacts, *, num_tasks: int | None = None
             f"run.epochs={recipe.run.epochs:g}: how many steps that is depends on the training tasks; say how many there are "
             "with --tasks N"
         )
-    resolved = resolve(recipe, num_train_tasks=num_tasks, on_gpu=True).recipe
-    load = trainer_load(resolved)
-    trainer, ranks = trainer_terms(facts, load), resolved.trainer.num_ranks
-    has_servers = resolved.engine.kind == "hf_server"
-    servers = resolved.engine.num_servers if has_servers else 0
-    engine = hf_terms(facts, hf_load(resolved, max(1, servers)), shares_base=load if load.lora_rank else None)
-    gpus = []
-    if not has_servers:
-        both = trainer + engine
-        gpus.append(GpuPlan(role="trainer-0 and the engine", count=1, terms=both + own_terms(both)))
-    alone = ranks if has_servers else ranks - 1
-    if alone:
-        terms = trainer + own_terms(trainer)
-        gpus.append(GpuPlan(role=_names("trainer", ranks - alone, ranks), count=alone, terms=terms))
-    if servers:
-        gpus.append(GpuPlan(role=_names("engine", 0, servers), count=servers, terms=engine + own_terms(engine)))
-    return Plan(recipe=resolved, facts=facts, gpus=tuple(gpus), caveats=_caveats(facts, load))
+    found, unreachable = _resolved(recipe, num_tasks)
+    load = trainer_load(found.recipe)
+    alike: dict[tuple[bool, bool], list[Seat]] = {}
+    where = seats(found.recipe, total)
+    for seat in where:
+        alike.setdefault((seat.rank is not None, seat.engine is not None), []).append(seat)
+    return Plan(
+        recipe=found.recipe,
+        facts=facts,
+        seats=where,
+        gpus=tuple(_gpu_plan(found.recipe, facts, load, group, gpu, gpu_name) for group in alike.values()),
+        gpu=gpu,
+        refused=(*unreachable, *refusals(found.recipe, facts)),
+        reasons=found.reasons,
+        caveats=_caveats(found.recipe, facts, load),
+    )
+
+
+def _resolved(recipe: Recipe, num_tasks: int | None) -> tuple[Resolved, tuple[str, ...]]:
+    """The resolved recipe. A way to push weights that can't be had is a reason to refuse, and the usual one is planned with."""
+    try:
+        return resolve(recipe, num_train_tasks=num_tasks, on_gpu=True), ()
+    except ConfigError as error:
+        usual = recipe.weight_sync.model_copy(update={"mode": "auto"})
+        try:
+            found = resolve(recipe.model_copy(update={"weight_sync": usual}), num_train_tasks=num_tasks, on_gpu=True)
+        except ConfigError:
+            raise error from None
+        return found, (str(error), *tensor_parallel_copy(recipe))
+
+
+def _gpu_plan(
+    recipe: Recipe, facts: ModelFacts, load: TrainerLoad, alike: list[Seat], gpu: Gpu | None, gpu_name: str
+) -> GpuPlan:
+    """What GPUs hold that have the same tasks."""
+    trains, generates = alike[0].rank is not None, alike[0].engine is not None
+    trainer = trainer_terms(facts, load) if trains else ()
+    engine: tuple[Term, ...] = ()
+    paged = None
+    if generates and is_paged(recipe):
+        paged = _paged(recipe, facts, load, gpu, gpu_name, beside_trainer=trains)
+        engine = (*paged.terms, _cache_term(paged, recipe))
+        if recipe.weight_sync.mode == "single_copy":
+            trainer = tuple(_shared(term) for term in trainer)
+    elif generates:
+        engine = hf_terms(facts, hf_load(recipe), shares_base=load if load.lora_rank and trains else None)
+    both = trainer + engine
+    processes = 2 if trains and generates and is_server(recipe) else 1
+    return GpuPlan(
+        role=role(alike, recipe),
+        numbers=tuple(seat.number for seat in alike),
+        terms=both + own_terms(both, processes),
+        engine=paged,
+    )
+
+
+def _paged(
+    recipe: Recipe, facts: ModelFacts, load: TrainerLoad, gpu: Gpu | None, gpu_name: str, *, beside_trainer: bool
+) -> PagedEngine:
+    """A paged engine with its share of `gpu`, or with what its load needs where no GPU is named."""
+    asked = paged_load(recipe, gpu, gpu_name=gpu_name, adapters=adapter_numbers(facts, load))
+    if gpu is not None:
+        return paged_engine(facts, asked, budget=budget_of(share_of(recipe, beside_trainer=beside_trainer), gpu.usable_bytes))
+    bare = paged_engine(facts, asked, budget=0)
+    return paged_engine(facts, asked, budget=bare.at_least + bare.bytes_per_token * (asked.context + 16))
+
+
+def _cache_term(paged: PagedEngine, recipe: Recipe) -> Term:
+    context, wanted = context_of(recipe), at_once(recipe)
+    fitting = min(paged.sequences(context), wanted)
+    return Term(
+        name="KV cache",
+        bytes=max(0.0, paged.kv_bytes),
+        formula=f"what is left of the budget of {paged.budget / GIB:.2f}: {paged.blocks:,} blocks = {paged.tokens:,} tokens of "
+        f"{paged.bytes_per_token:,} bytes; {fitting:,} of {wanted:,} sequences at once at the full {context:,}",
+    )
+
+
+def _shared(term: Term) -> Term:
+    """The trainer's weights where they are views of the engine's."""
+    if term.name != "weights":
+        return term
+    return replace(term, bytes=0, formula="views of the engine's weights, which are there once")
 
 
 def trainer_load(recipe: Recipe) -> TrainerLoad:
@@ -142,21 +275,11 @@ def trainer_load(recipe: Recipe) -> TrainerLoad:
     )
 
 
-def hf_load(recipe: Recipe, engines: int) -> HfLoad:
-    """What one of `engines` is asked for at once, at most: by a training step, or by an evaluation."""
-    evaluation = recipe.evaluation
-    played = max(batch_arithmetic(recipe, None).trajectories_per_step, evaluation.episodes * evaluation.samples_per_task)
-    at_once = math.ceil(min(played, recipe.rollout.concurrency) / engines)
-    return HfLoad(
-        dtype=recipe.model.dtype,
-        sequences=min(at_once, recipe.engine.max_batch_size),
-        context=recipe.rollout.max_trajectory_tokens,
-    )
-
-
-def _caveats(facts: ModelFacts, load: TrainerLoad) -> tuple[str, ...]:
+def _caveats(recipe: Recipe, facts: ModelFacts, load: TrainerLoad) -> tuple[str, ...]:
     unmeasured = {
-        "the hf engine's KV cache, prefill and logits: worst cases, not measured": True,
+        "the hf engine's KV cache, prefill and logits: worst cases, not measured": not is_paged(recipe),
+        "the paged engine, but for one start of Qwen2.5-7B that its formulas were worked out from": is_paged(recipe),
+        "tensor parallelism of the engine": tensor_parallel(recipe) > 1,
         "activations of float32 weights": load.dtype == "float32",
         "attention with a mask": load.masked,
         "activations of experts": facts.experts_per_token > 0,
@@ -165,10 +288,6 @@ def _caveats(facts: ModelFacts, load: TrainerLoad) -> tuple[str, ...]:
         "what computing with quantized layers takes": load.quantize is not None,
     }
     return tuple(words for words, holds in unmeasured.items() if holds)
-
-
-def _names(role: str, first: int, end: int) -> str:
-    return f"{role}-{first}" if end - first == 1 else f"{role}-{first} to {role}-{end - 1}"
 
 
 def _gpus(count: int) -> str:

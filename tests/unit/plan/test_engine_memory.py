@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from polyturn.errors import ConfigError
-from polyturn.plan.engine_memory import HfLoad, hf_terms, paged_engine
+from polyturn.plan.engine_memory import HfLoad, PagedEngine, PagedLoad, budget_of, hf_terms, paged_engine
 from polyturn.plan.hardware import load_hardware
 from polyturn.plan.memory import TrainerLoad, peak
 from polyturn.plan.models import model_facts
 
 GIB = 1 << 30
 A100 = load_hardware().gpu("a100-40gb").usable_bytes
+
+
+def started(path: str, *, share: float, usable_bytes: float = A100, **load: Any) -> PagedEngine:
+    """A paged engine with a share of a GPU."""
+    return paged_engine(model_facts(path), PagedLoad(**load), budget=budget_of(share, usable_bytes))
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +28,9 @@ def _empty_hub_cache(tmp_path, monkeypatch):
 
 def test_the_known_start():
     """What vLLM reports for Qwen2.5-7B on one A100 of 40 GB at 85 %, to the last digit that it prints."""
-    plan = paged_engine(model_facts("Qwen/Qwen2.5-7B"), usable_bytes=A100, share=0.85, context=131_072)
+    plan = started("Qwen/Qwen2.5-7B", share=0.85, context=131_072)
     reported = {term.name: round(term.bytes / GIB, 2) for term in plan.terms}
-    assert reported == {"weights": 14.27, "activation peak": 17.39, "non-torch": 0.09}
+    assert reported == {"engine weights": 14.27, "engine activations": 17.39, "engine non-torch": 0.09}
     assert round(plan.budget / GIB, 2) == 33.57
     assert round(plan.kv_bytes / GIB, 2) == 1.82
     assert (plan.blocks, plan.tokens) == (2131, 34_096)
@@ -33,7 +40,7 @@ def test_the_known_start():
 
 
 def test_a_context_of_8192_fits_there():
-    plan = paged_engine(model_facts("Qwen/Qwen2.5-7B"), usable_bytes=A100, share=0.85, context=8192)
+    plan = started("Qwen/Qwen2.5-7B", share=0.85, context=8192)
     assert plan.refusal(8192) is None
     assert plan.sequences(8192) > 30
     assert plan.sequences(plan.tokens) == 1
@@ -41,38 +48,36 @@ def test_a_context_of_8192_fits_there():
 
 
 def test_without_the_activation_peak_it_would_seem_to_fit():
-    plan = paged_engine(model_facts("Qwen/Qwen2.5-7B"), usable_bytes=A100, share=0.85, context=131_072)
-    others = sum(term.bytes for term in plan.terms if term.name != "activation peak")
+    plan = started("Qwen/Qwen2.5-7B", share=0.85, context=131_072)
+    others = sum(term.bytes for term in plan.terms if term.name != "engine activations")
     assert (plan.budget - others) / plan.bytes_per_token > 131_072
 
 
 def test_the_label_would_say_more_blocks():
-    plan = paged_engine(model_facts("Qwen/Qwen2.5-7B"), usable_bytes=40 * GIB, share=0.85, context=131_072)
+    plan = started("Qwen/Qwen2.5-7B", usable_bytes=40 * GIB, share=0.85, context=131_072)
     assert plan.blocks > 2131
 
 
 def test_chunked_prompts_need_a_smaller_trial_batch():
-    facts = model_facts("Qwen/Qwen2.5-7B")
-    plan = paged_engine(facts, usable_bytes=A100, share=0.85, context=131_072, batched_tokens=8192)
+    plan = started("Qwen/Qwen2.5-7B", share=0.85, context=131_072, batched_tokens=8192)
     assert plan.refusal(131_072) is None
 
 
 def test_no_room_at_all():
-    plan = paged_engine(model_facts("Qwen/Qwen2.5-72B"), usable_bytes=A100, share=0.9, context=4096)
+    plan = started("Qwen/Qwen2.5-72B", share=0.9, context=4096)
     assert (plan.blocks, plan.tokens, plan.sequences(1)) == (0, 0, 0)
     assert "leave no room for a KV cache" in (plan.refusal(1) or "")
 
 
 def test_latent_attention_caches_latents():
-    facts = model_facts("deepseek-ai/DeepSeek-V2-Lite")
-    plan = paged_engine(facts, usable_bytes=2 * A100, share=0.9, context=4096)
+    plan = started("deepseek-ai/DeepSeek-V2-Lite", usable_bytes=2 * A100, share=0.9, context=4096)
     assert plan.bytes_per_token == 27 * 576 * 2
 
 
 @pytest.mark.parametrize(("share", "context"), [(0, 1), (1.1, 1), (-1, 1), (float("nan"), 1), (0.5, 0)])
 def test_absurd_numbers(share, context):
     with pytest.raises(ConfigError, match="above 0"):
-        paged_engine(model_facts("Qwen/Qwen2.5-7B"), usable_bytes=A100, share=share, context=context)
+        started("Qwen/Qwen2.5-7B", share=share, context=context)
 
 
 def test_the_hf_engine_by_hand():

@@ -38,6 +38,26 @@ def test_no_list_price_has_no_day():
     assert machine.price_date is None
 
 
+def test_several_machines_are_priced_and_counted_together():
+    machine = load_hardware().machine("p4d.24xlarge").times(3)
+    assert (machine.total, machine.nodes, machine.price) == (24, 3, 21.96)
+    assert machine.total_price == pytest.approx(65.88)
+    assert load_hardware().gpus_alone("a10g", 2).times(2).total_price is None
+
+
+@pytest.mark.parametrize("nodes", [0, -1, 10**6])
+def test_absurd_numbers_of_machines(nodes):
+    with pytest.raises(ConfigError, match="from 1 to 1,024"):
+        load_hardware().machine("p4d.24xlarge").times(nodes)
+
+
+def test_every_instance_has_a_memory_of_its_own():
+    hardware = load_hardware()
+    for name, instance in hardware.instances.items():
+        assert instance.ram_gib is not None, name
+        assert instance.ram_gib > hardware.gpus[instance.gpu].label_gib, name
+
+
 def test_gpus_alone_have_no_price():
     machine = load_hardware().gpus_alone("a10g", 3)
     assert (machine.count, machine.price, machine.nvlink) == (3, None, None)

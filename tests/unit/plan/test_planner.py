@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyturn.config.schema import Recipe
+from polyturn.config.yaml_lines import parse_yaml
 from polyturn.errors import ConfigError
 from polyturn.plan.hardware import Machine, load_hardware
 from polyturn.plan.known_models import CONFIGS
 from polyturn.plan.models import facts_from_config
-from polyturn.plan.nearest_fit import changed, nearest_fit, smallest_gpu
-from polyturn.plan.planner import Plan, make_plan
+from polyturn.plan.nearest_fit import changed, nearest_fit, plan_on, smallest_gpu
+from polyturn.plan.planner import HOST, PINNED, Plan, make_plan
 
 HARDWARE = load_hardware()
 
@@ -34,9 +35,8 @@ def plan_of(path: str, **sections: dict[str, Any]) -> Plan:
 
 def applied(recipe: Recipe, overrides: tuple[str, ...]) -> Recipe:
     """The recipe with overrides as the command line would take them."""
-    words = {"true": True, "false": False}
     pairs = (override.split("=", 1) for override in overrides)
-    return changed(recipe, {key: int(value) if value.isdigit() else words.get(value, value) for key, value in pairs})
+    return changed(recipe, {key: parse_yaml(value).data if value[0] != "[" else (0,) for key, value in pairs})
 
 
 def test_an_engine_in_the_drivers_process_shares_its_gpu():
@@ -70,7 +70,7 @@ def test_too_few_gpus():
     recipe = recipe_of("Qwen/Qwen2.5-0.5B", trainer={"num_ranks": 8}, engine={"kind": "hf_server"})
     machine, facts = HARDWARE.machine("p4de.24xlarge"), facts_of("Qwen/Qwen2.5-0.5B")
     problems = make_plan(recipe, facts).problems(machine)
-    assert problems[0] == "the run needs 9 GPUs, one for each rank and server; p4de.24xlarge has 8"
+    assert problems[0] == "the run needs 9 GPUs, one for each rank and each part of a server; p4de.24xlarge has 8"
     assert "trainer.num_ranks=7" in (nearest_fit(recipe, facts, machine) or ())
 
 
@@ -96,6 +96,49 @@ def test_a_context_longer_than_the_models():
         machine
     )
     assert "rollout.max_trajectory_tokens=8192" in (nearest_fit(recipe, facts, machine) or ())
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 16}])
+def test_a_shorter_context_is_tried_with_all_that_saves_memory(lora):
+    recipe = recipe_of(
+        "Qwen/Qwen2.5-7B",
+        model={"lora": lora},
+        engine={"kind": "vllm_server"},
+        rollout={"max_trajectory_tokens": 131_072},
+    )
+    facts, machine = facts_of("Qwen/Qwen2.5-7B"), HARDWARE.gpus_alone("a100-40gb", 2)
+    overrides = nearest_fit(recipe, facts, machine)
+    assert overrides is not None
+    after = applied(recipe, overrides)
+    assert plan_on(after, facts, machine).problems(machine) == ()
+    assert after.rollout.max_trajectory_tokens >= 16_384
+    assert after.trainer.activations == "full"
+
+
+def test_an_offload_needs_memory_of_the_machine_itself():
+    recipe = recipe_of("Qwen/Qwen2.5-3B", trainer={"offload_optimizer": True, "activations": "full"}, engine={"kind": "vllm"})
+    facts = facts_of("Qwen/Qwen2.5-3B")
+    small, large, unknown = HARDWARE.machine("g5.2xlarge"), HARDWARE.machine("p5.4xlarge"), HARDWARE.gpus_alone("a10g", 1)
+    assert (
+        plan_on(recipe, facts, small)
+        .problems(small)[-1]
+        .endswith("GiB of CPU memory are needed for what the trainer keeps there, and g5.2xlarge has 32")
+    )
+    assert plan_on(recipe, facts, large).problems(large) == ()
+    assert not any("CPU memory" in said for said in plan_on(recipe, facts, unknown).problems(unknown))
+    within = recipe_of("Qwen/Qwen2.5-3B", engine={"kind": "vllm"})
+    for machine in (small, unknown):
+        assert "trainer.offload_optimizer=true" not in (nearest_fit(within, facts, machine) or ())
+
+
+def test_an_offload_on_every_rank_of_a_node_adds_up():
+    sections = {"trainer": {"offload_optimizer": True, "num_ranks": 7}, "engine": {"kind": "vllm_server"}}
+    machine = HARDWARE.machine("p4d.24xlarge")
+    seven = plan_on(recipe_of("Qwen/Qwen2.5-3B", **sections), facts_of("Qwen/Qwen2.5-3B"), machine)
+    sections["trainer"]["num_ranks"] = 1
+    one = plan_on(recipe_of("Qwen/Qwen2.5-3B", **sections), facts_of("Qwen/Qwen2.5-3B"), machine)
+    assert seven.host_bytes(machine) - HOST == pytest.approx(7 * (one.host_bytes(machine) - HOST))
+    assert one.host_bytes(machine) - HOST == pytest.approx(PINNED * 18 * facts_of("Qwen/Qwen2.5-3B").parameters, rel=0.01)
 
 
 def test_the_smallest_gpu():
@@ -130,30 +173,35 @@ def test_epochs_with_the_number_of_tasks():
     assert make_plan(recipe, facts_of("Qwen/Qwen2.5-0.5B"), num_tasks=160).recipe.run.steps == 20
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     path=st.sampled_from(["Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-1.7B", "builtin:smollm2"]),
     machine=st.sampled_from(["g5.2xlarge", "g6.12xlarge", "p4d.24xlarge", "p5.48xlarge"]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
     ranks=st.integers(1, 9),
-    kind=st.sampled_from(["hf", "hf_server"]),
+    kind=st.sampled_from(["hf", "hf_server", "vllm", "vllm_server"]),
     context=st.sampled_from([512, 4096, 32_768]),
+    parts=st.sampled_from([1, 2]),
+    mode=st.sampled_from(["auto", "auto", "single_copy", "restart"]),
 )
-def test_what_is_offered_fits_and_all_of_it_is_needed(path, machine, dtype, ranks, kind, context):
+def test_what_is_offered_fits_and_all_of_it_is_needed(path, machine, dtype, ranks, kind, context, parts, mode):
+    ranks = 1 if kind == "vllm" else ranks
+    parts = parts if kind == "vllm_server" else 1
     recipe = recipe_of(
         path,
         model={"dtype": dtype},
         trainer={"num_ranks": ranks},
-        engine={"kind": kind},
+        engine={"kind": kind, "tensor_parallel_size": parts},
+        weight_sync={"mode": mode if kind.startswith("vllm") and not (kind == "vllm" and mode == "restart") else "auto"},
         rollout={"max_trajectory_tokens": context},
     )
     facts, place = facts_of(path), HARDWARE.machine(machine)
-    if not make_plan(recipe, facts).problems(place):
+    if not plan_on(recipe, facts, place).problems(place):
         return
     overrides = nearest_fit(recipe, facts, place)
     if overrides is None:
         return
-    assert make_plan(applied(recipe, overrides), facts).problems(place) == ()
+    assert plan_on(applied(recipe, overrides), facts, place).problems(place) == ()
     for left_out in overrides:
         fewer = tuple(override for override in overrides if override != left_out)
         assert not _fits(applied(recipe, fewer), facts, place), f"{left_out} is not needed"
@@ -161,6 +209,6 @@ def test_what_is_offered_fits_and_all_of_it_is_needed(path, machine, dtype, rank
 
 def _fits(recipe: Recipe, facts: Any, machine: Machine) -> bool:
     try:
-        return not make_plan(recipe, facts).problems(machine)
+        return not plan_on(recipe, facts, machine).problems(machine)
     except ConfigError:
         return False
