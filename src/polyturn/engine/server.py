@@ -22,7 +22,7 @@ from polyturn.engine.weight_routes import WeightRoutes
 from polyturn.engine.wire import DEFAULT_LABEL, GENERATE, answer_body, read_request
 from polyturn.errors import ConfigError, EngineError, PolyturnError
 from polyturn.processes.http_words import bears_token, is_loopback
-from polyturn.weight_sync.nccl import WEIGHTS_ROUTE
+from polyturn.weight_sync.servers import WEIGHTS_ROUTE
 
 MOST_BYTES = 64 << 20
 """Of a request's body."""

@@ -27,6 +27,8 @@ from polyturn.types import Completion, SamplingParams
 GENERATE = "/inference/v1/generate"
 DEFAULT_LABEL = "default"
 """What a server that got no weights yet calls those it has."""
+WEIGHT_LABEL = "POLYTURN_WEIGHT_LABEL"
+"""Variable that tells such a worker what the weights are called that it loads at its start."""
 SESSION_HEADER = "X-Session-ID"
 
 
