@@ -29,6 +29,7 @@ _LORA_LEARNING_RATE = 1e-5
 _ROW_TOKENS = 1024
 _GPU_ROW_TOKENS = 8192
 _WARMUP_STEPS = 10
+_SAVE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +124,12 @@ def _adapter_refusals(recipe: Recipe) -> Iterator[str]:
             f"model.lora.dropout={lora.dropout:g}: the policy that is trained must be the one that sampled, so nothing is "
             "dropped; set model.lora.dropout=0"
         )
-    if recipe.engine.kind != "hf":
+    if recipe.engine.kind == "vllm_server" and quantize is not None:
+        yield (
+            f"model.quantize={quantize} with engine.kind=vllm_server: its base would have other weights than the trainer's; "
+            "set model.quantize=null, or use engine.kind=hf"
+        )
+    if recipe.engine.kind == "hf_server":
         yield (
             f"model.lora with engine.kind={recipe.engine.kind}: the engine must hold the same base weights, which only an "
             "engine in the driver's process is sure to; use engine.kind=hf, or set model.lora=null"
@@ -256,6 +262,8 @@ def _warmup(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]
 def _weight_sync(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
     """How the weights reach the engine follows from where it is; what can't reach it is refused."""
     kind, mode = recipe.engine.kind, recipe.weight_sync.mode
+    if kind == "vllm_server":
+        return _vllm_server_sync(recipe, reasons)
     fits, where = ("in_process", "in the driver's process") if kind == "hf" else ("nccl", "in processes of its own")
     if mode == "auto":
         reasons["weight_sync.mode"] = f"the engine is {where} (engine.kind={kind})"
@@ -265,6 +273,32 @@ def _weight_sync(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str,
             f"weight_sync.mode={mode} can't reach an engine that is {where} (engine.kind={kind}); use {fits}, or auto"
         )
     return recipe
+
+
+def _vllm_server_sync(recipe: Recipe, reasons: dict[str, str]) -> Recipe:
+    """How weights reach vLLM servers: adapters as files, whole models over a process group, or by a restart."""
+    sync, adapters = recipe.weight_sync, recipe.model.lora is not None
+    usual = "lora" if adapters else "nccl"
+    mode = usual if sync.mode == "auto" else sync.mode
+    if mode not in ((usual,) if adapters else ("nccl", "restart")):
+        whose = "adapters are trained (model.lora); use lora" if adapters else "all weights are trained; use nccl, restart"
+        raise ConfigError(f"weight_sync.mode={mode} with engine.kind=vllm_server: {whose} or auto")
+    if mode == "restart" and recipe.engine.urls:
+        raise ConfigError(
+            "weight_sync.mode=restart: only servers that the run started are restarted; use nccl, or no engine.urls"
+        )
+    if sync.mode == "auto":
+        what = (
+            "adapters are small and go as files" if adapters else "they go over a process group, NCCL between GPUs, else gloo"
+        )
+        reasons["weight_sync.mode"] = f"the engine is in processes of its own (engine.kind=vllm_server), and {what}"
+    limit_s = sync.deadline_s
+    if mode == "restart" and limit_s < recipe.engine.start_deadline_s + _SAVE_S:
+        limit_s = recipe.engine.start_deadline_s + _SAVE_S
+        reasons["weight_sync.deadline_s"] = (
+            f"a push is a start (engine.start_deadline_s), and {_SAVE_S:g} s to save the weights"
+        )
+    return _with(recipe, "weight_sync", mode=mode, deadline_s=limit_s)
 
 
 def _loss(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
@@ -283,6 +317,8 @@ def _loss(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) 
         f"at most rollout.max_trajectory_tokens={rollout.max_trajectory_tokens}",
         "sampler_correction": "the engine samples with the trainer's own weights"
         if in_step
+        else "vLLM computes in another order than the trainer, so their probabilities differ a little"
+        if recipe.engine.kind == "vllm_server" and every_steps == 1
         else f"weights are pushed every {every_steps} steps, so the engine's probabilities lag behind the trainer's",
     } | dict.fromkeys(
         ("sampler_level", "sampler_low", "sampler_high"), f"usual with sampler_correction={filled.sampler_correction}"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from polyturn.config.schema import Recipe
-from polyturn.launch.gpus import Placement, place
+from polyturn.launch.gpus import Placement, num_own_servers, place
 from polyturn.launch.specs import RoleSpec
 from polyturn.processes.gpus import VISIBLE
 from polyturn.processes.role import AGENT
@@ -43,11 +43,10 @@ def role_specs(
         _spec(f"environment-{number}", config, variables.of("environment"), recipe.environment.start_deadline_s, "environment")
         for number in range(recipe.environment.num_processes)
     ]
-    if recipe.engine.kind == "hf_server":
-        specs += [
-            _spec(f"engine-{number}", config, variables.of("engine", number), recipe.engine.start_deadline_s, "engine")
-            for number in range(recipe.engine.num_servers)
-        ]
+    specs += [
+        _spec(f"engine-{number}", config, variables.of("engine", number), recipe.engine.start_deadline_s, "engine")
+        for number in range(num_own_servers(recipe))
+    ]
     agent = RoleSpec(
         name=AGENT,
         argv=_command(AGENT, config),
@@ -79,7 +78,7 @@ class _Variables:
         self._recipe = recipe
         self._placement = placement
         self._environ = environ
-        num_engines = recipe.engine.num_servers if recipe.engine.kind == "hf_server" else 0
+        num_engines = num_own_servers(recipe)
         self._threads = max(1, cores // (recipe.trainer.num_ranks + num_engines))
         self._talks = recipe.trainer.num_ranks > 1 or num_engines > 0
 
@@ -109,7 +108,8 @@ class _Variables:
     def _gpus(self, kind: str, number: int) -> tuple[str, ...]:
         if kind == "trainer":
             return self._placement.trainer
-        return self._placement.engines[number : number + 1] if kind == "engine" else ()
+        size = self._recipe.engine.tensor_parallel_size
+        return self._placement.engines[number * size : (number + 1) * size] if kind == "engine" else ()
 
 
 def _spec(name: str, config: Path, environment: dict[str, str], start_deadline_s: float, section: str) -> RoleSpec:

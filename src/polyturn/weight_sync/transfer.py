@@ -255,8 +255,8 @@ def send(
     sums: dict[str, int] | None = None,
     signed_zeros: bool = True,
 ) -> None:
-    """Send every tensor of `shapes` (meta tensors), as the type it has there; blocks. Fills `sums` with their checksums, with or
-    without the signs of zeros.
+    """Send every tensor of `shapes` (meta tensors), as the type it has there; blocks. Fills `sums` with their checksums, with
+    or without the signs of zeros.
 
     A bucket is gathered whole before any of it is sent. `say` hears the first tensor of the bucket that is waited for.
     Raises TransferError.
