@@ -9,9 +9,8 @@ from typing import Any
 
 from polyturn.config.schema import Recipe
 from polyturn.engine.vllm_install import VllmInstall
-from polyturn.engine.wire import WEIGHT_LABEL
 from polyturn.errors import ConfigError
-from polyturn.weight_sync.servers import BACKEND, EXTENSION
+from polyturn.weight_sync.labels import BACKEND, EXTENSION, WEIGHT_LABEL
 
 GUARD = "polyturn.engine.vllm_guard.Guard"
 SERVED_NAME = "policy"

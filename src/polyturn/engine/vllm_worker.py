@@ -19,9 +19,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from polyturn.engine.vllm_tensors import aliases, described_tensors, held_tensors
-from polyturn.engine.wire import DEFAULT_LABEL, WEIGHT_LABEL
 from polyturn.weight_sync.base import checksum
-from polyturn.weight_sync.servers import BACKEND, BROKEN_LABEL
+from polyturn.weight_sync.labels import BACKEND, BROKEN_LABEL, DEFAULT_LABEL, WEIGHT_LABEL
 from polyturn.weight_sync.transfer import BUCKET_BYTES, NUM_BUFFERS, InitInfo, TransferGroup, UpdateInfo, receive
 
 KEEP_PACKED_HEAD = "POLYTURN_TEST_KEEP_PACKED_HEAD"

@@ -22,7 +22,6 @@ from polyturn.config.schema import Recipe
 from polyturn.engine.vllm_arguments import server_arguments, server_environment
 from polyturn.engine.vllm_install import find_vllm
 from polyturn.engine.vllm_process import VllmProcess
-from polyturn.engine.wire import DEFAULT_LABEL
 from polyturn.errors import EngineError, PolyturnError
 from polyturn.loop.check import check
 from polyturn.loop.place import Place
@@ -31,6 +30,7 @@ from polyturn.processes.gpus import VISIBLE
 from polyturn.processes.http_words import bears_token
 from polyturn.processes.parents import become_subreaper
 from polyturn.processes.starting import free_port
+from polyturn.weight_sync.labels import DEFAULT_LABEL
 
 MOST_RESTARTS = 3
 """How often a server that ended by itself is started anew, where others answer meanwhile."""

@@ -34,4 +34,5 @@ def vllm_servers(recipe: Recipe, trainer: Trainer, place: Place) -> tuple[HttpEn
         verify_every=recipe.weight_sync.verify_every,
         deadline_s=recipe.weight_sync.deadline_s,
         on_confirmed=engine.confirmed,
+        may_miss=True,
     )

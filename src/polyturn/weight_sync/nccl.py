@@ -26,11 +26,14 @@ from polyturn.processes.json_http import AskError, JsonClient
 from polyturn.processes.tasks import TaskSet
 from polyturn.processes.threads import in_thread
 from polyturn.weight_sync.base import WeightSource, check_coverage, check_sums
+from polyturn.weight_sync.labels import DEFAULT_LABEL
 from polyturn.weight_sync.servers import Described, WeightServer
 from polyturn.weight_sync.transfer import BUCKET_BYTES, InitInfo, TransferError, TransferGroup, UpdateInfo, listen, send
 
 RESUME_S = 2.0
 """How long a server may take to resume after a push that failed."""
+LOOK_S = 5.0
+"""How long a server may take to say that it is there, where a push may go without it."""
 REASON_S = 2.0
 """How long a server may take to say why a broadcast failed. What the sender sees of it names no server."""
 
@@ -43,7 +46,8 @@ class NcclBridge:
 
     `token` is the servers' bearer token. `host` is the address of this machine where they find the group's store. Checksums
     are compared at the first push and at every `verify_every`-th. `on_confirmed(url, version)` hears what each server serves
-    after a push.
+    after a push, before it answers requests again. With `may_miss` a push leaves out servers that can't be reached, as long as
+    there is one, and brings those back that were restarted.
     """
 
     def __init__(
@@ -57,8 +61,10 @@ class NcclBridge:
         host: str = "127.0.0.1",
         bucket_bytes: int = BUCKET_BYTES,
         on_confirmed: Callable[[str, int], None] | None = None,
+        may_miss: bool = False,
     ) -> None:
         self._urls = [url.rstrip("/") for url in urls]
+        self._may_miss = may_miss and len(urls) > 1
         self._source = source
         self._verify_every = verify_every
         self._deadline_s = deadline_s
@@ -66,7 +72,9 @@ class NcclBridge:
         self._bucket_bytes = bucket_bytes
         self._on_confirmed = on_confirmed or (lambda url, version: None)
         self._client = JsonClient(token)
-        self._servers = {url: WeightServer(url, self._client, limit_s=deadline_s) for url in self._urls}
+        self._all = {url: WeightServer(url, self._client, limit_s=deadline_s) for url in self._urls}
+        self._servers = self._all
+        """Those of the push under way."""
         self._group: TransferGroup | None = None
         self._shapes: dict[str, torch.Tensor] = {}
         self._aliases: dict[str, str] = {}
@@ -95,8 +103,6 @@ class NcclBridge:
             raise
         self._pushes += 1
         self._confirmed = version
-        for url in self._urls:
-            self._on_confirmed(url, version)
 
     async def close(self) -> None:
         """Leave the group and close the connections. A later push meets anew."""
@@ -109,6 +115,8 @@ class NcclBridge:
         weights = self._source.weights()
         verify = self._pushes % self._verify_every == 0
         self._wrong = set()
+        if self._may_miss:
+            verify |= await self._look(version)
         if self._group is None:
             await self._meet(weights, version)
         else:
@@ -125,6 +133,8 @@ class NcclBridge:
         if verify:
             await self._compare(sums, version)
         await self._forget_prefixes(version)
+        for url in self._urls:
+            self._on_confirmed(url, version)
         await self._ask_all("resume", "POST", "/resume", version)
         self._paused = False
 
@@ -164,6 +174,30 @@ class NcclBridge:
                 joins = self._servers[url].ask("POST", "/init_weight_transfer_engine", body)
                 tasks.start(self._asking(url, joins, version), url)
         self._group = joining.result()
+
+    async def _look(self, version: int) -> bool:
+        """Choose who takes part: whoever can be reached. Whether that changed, or one has the weights of its start again."""
+        self._at("look", list(self._all))
+        labels: dict[str, str] = {}
+
+        async def look(url: str, server: WeightServer) -> None:
+            try:
+                async with deadline(LOOK_S, f"{url} to say what it serves"):
+                    await server.ask("GET", "/health")
+                    labels[url] = str(self._confirmed) if server.kind is None else await server.label()
+            except (AskError, WeightSyncError, DeadlineError) as error:
+                _log.warning("weight push %d goes without %s: %s", version, url, error)
+
+        await asyncio.gather(*(look(url, server) for url, server in self._all.items()))
+        if not labels:
+            raise WeightSyncError(f"weight push {version} failed in look: none of {', '.join(self._all)} can be reached")
+        there = [url for url in self._all if url in labels]
+        anew = [url for url in there if self._confirmed is not None and labels[url] == DEFAULT_LABEL]
+        if not anew and there == self._urls:
+            return False
+        self._urls, self._servers = there, {url: self._all[url] for url in there}
+        await self._leave()
+        return True
 
     async def _check_labels(self, version: int) -> None:
         """Every server must still serve what the last push brought: one that does not is another one."""

@@ -12,15 +12,8 @@ from typing import Any, Literal, TypeAlias
 
 from polyturn.errors import WeightSyncError
 from polyturn.processes.json_http import AskError, JsonClient
+from polyturn.weight_sync.labels import BACKEND, BROKEN_LABEL, EXTENSION, RPC, WEIGHTS_ROUTE
 from polyturn.weight_sync.transfer import UpdateInfo
-
-WEIGHTS_ROUTE = "/polyturn/weights"
-"""Ours: names, types and shapes of a server's weights, and their checksums when asked for. vLLM's routes have no such."""
-RPC = "/collective_rpc"
-BROKEN_LABEL = "broken"
-"""What a vLLM worker of ours calls the mixture that an update left which did not come through whole."""
-EXTENSION = "polyturn.engine.vllm_worker.Extension"
-BACKEND = "polyturn"
 
 Kind: TypeAlias = Literal["hf_server", "vllm"]
 
