@@ -50,6 +50,18 @@ def aliases(model: Any) -> dict[str, str]:
     return tied
 
 
+def adapter_tensors(adapters: Any, fused: Mapping[str, list[str]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The matrices of loaded adapters by PEFT's names; those of fused layers lie in lists, one entry a part."""
+    for module, layer in adapters.loras.items():
+        above, dot, last = module.rpartition(".")
+        packed = isinstance(layer.lora_a, list | tuple)
+        parts = fused[last] if packed else [last]
+        for letter, matrices in (("A", layer.lora_a), ("B", layer.lora_b)):
+            for part, matrix in zip(parts, matrices if packed else [matrices], strict=True):
+                if matrix is not None:
+                    yield f"{above}{dot}{part}.lora_{letter}.weight", matrix
+
+
 def _walk(model: Any) -> Iterator[Entry]:
     """Every tensor, in the model's order."""
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})

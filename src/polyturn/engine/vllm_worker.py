@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from polyturn.engine.vllm_tensors import aliases, described_tensors, held_tensors
+from polyturn.engine.vllm_tensors import UnknownLayerError, adapter_tensors, aliases, described_tensors, held_tensors
 from polyturn.weight_sync.base import checksum
 from polyturn.weight_sync.labels import BACKEND, BROKEN_LABEL, DEFAULT_LABEL, WEIGHT_LABEL
 from polyturn.weight_sync.transfer import BUCKET_BYTES, NUM_BUFFERS, InitInfo, TransferGroup, UpdateInfo, receive
@@ -158,9 +158,12 @@ class Extension:
 
     def polyturn_describe(self) -> dict[str, Any]:
         """Names, types and shapes of all weights, which names are the same tensor, and `polyturn_state`."""
-        model = _model(self)
-        weights = UpdateInfo.of(described_tensors(model)).to_json()
-        return {"weights": weights, "aliases": aliases(model), **self.polyturn_state()}
+        model, unknown = _model(self), None
+        try:
+            weights, tied = described_tensors(model), aliases(model)
+        except UnknownLayerError as error:
+            weights, tied, unknown = {}, {}, str(error)
+        return {"weights": UpdateInfo.of(weights).to_json(), "aliases": tied, "unknown": unknown, **self.polyturn_state()}
 
     def polyturn_checksums(self) -> dict[str, Any]:
         """Checksums of what the layers compute with, by name, as text: they have 64 bits. Zeros have no sign."""
@@ -168,6 +171,28 @@ class Extension:
             return {
                 "checksums": {name: str(checksum(tensor, signed_zeros=False)) for name, tensor in held_tensors(_model(self))}
             }
+
+    def polyturn_adapters(self) -> dict[str, Any]:
+        """The adapters that were loaded last, as this worker holds them: their type, and checksums by PEFT's names.
+
+        vLLM multiplies the second matrix by alpha / rank when it loads it.
+        """
+        manager: Any = self
+        manager = manager.model_runner.lora_manager._adapter_manager
+        loaded = manager.list_adapters()
+        newest = loaded[max(loaded)]
+        dtype, sums = "float32", {}
+        for name, matrix in adapter_tensors(newest, getattr(_model(self), "packed_modules_mapping", {})):
+            dtype, sums[name] = str(matrix.dtype).removeprefix("torch."), str(checksum(matrix, signed_zeros=False))
+        return {"dtype": dtype, "checksums": sums}
+
+    def polyturn_stamp(self, label: str) -> dict[str, Any]:
+        """Call the weights `label`."""
+        worker: Any = self
+        os.environ[WEIGHT_LABEL] = label
+        if isinstance(worker.weight_transfer_engine, PolyturnTransfer):
+            worker.weight_transfer_engine.label = label
+        return self.polyturn_state()
 
     def polyturn_put_back(self) -> dict[str, Any]:
         """Give up an update that somebody left open. Returns `polyturn_state`."""

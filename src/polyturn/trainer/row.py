@@ -5,6 +5,7 @@ Shapes: T tokens of a row, N trained tokens of it, S its samples and one more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,4 +54,24 @@ def to_tensors(row: PackedRow, device: torch.device) -> RowTensors:
         engine_logprobs_N=tensor(row.engine_logprobs[trained]),
         trajectory_index_N=tensor(row.trajectory_index[trained]),
         turn_index_N=tensor(row.turn_index[trained]),
+    )
+
+
+def one_sample(prompt: Sequence[int], ids: Sequence[int], device: torch.device) -> RowTensors:
+    """A row of one sample whose `ids` are scored, at temperature 1."""
+    whole, num_ids = [*prompt, *ids], len(ids)
+    zeros = torch.zeros(num_ids, device=device)
+    positions_T = torch.arange(len(whole), device=device)
+    return RowTensors(
+        input_ids_T=torch.tensor(whole, device=device),
+        position_ids_T=positions_T,
+        cu_seqlens_S=torch.tensor([0, len(whole)], dtype=torch.int32, device=device),
+        longest=len(whole),
+        predicting_N=positions_T[len(prompt) - 1 : -1],
+        targets_N=torch.tensor(list(ids), device=device),
+        temperature_N=zeros + 1,
+        advantages_N=zeros,
+        engine_logprobs_N=zeros,
+        trajectory_index_N=zeros.long(),
+        turn_index_N=zeros.long(),
     )

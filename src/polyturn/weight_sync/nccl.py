@@ -27,6 +27,7 @@ from polyturn.processes.tasks import TaskSet
 from polyturn.processes.threads import in_thread
 from polyturn.weight_sync.base import WeightSource, check_coverage, check_sums
 from polyturn.weight_sync.labels import DEFAULT_LABEL
+from polyturn.weight_sync.probe import Probe
 from polyturn.weight_sync.servers import Described, WeightServer
 from polyturn.weight_sync.transfer import BUCKET_BYTES, InitInfo, TransferError, TransferGroup, UpdateInfo, listen, send
 
@@ -47,7 +48,7 @@ class NcclBridge:
     `token` is the servers' bearer token. `host` is the address of this machine where they find the group's store. Checksums
     are compared at the first push and at every `verify_every`-th. `on_confirmed(url, version)` hears what each server serves
     after a push, before it answers requests again. With `may_miss` a push leaves out servers that can't be reached, as long as
-    there is one, and brings those back that were restarted.
+    there is one, and brings those back that were restarted. `probe` is for servers of an architecture without checksums.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class NcclBridge:
         bucket_bytes: int = BUCKET_BYTES,
         on_confirmed: Callable[[str, int], None] | None = None,
         may_miss: bool = False,
+        probe: Probe | None = None,
     ) -> None:
         self._urls = [url.rstrip("/") for url in urls]
         self._may_miss = may_miss and len(urls) > 1
@@ -78,6 +80,8 @@ class NcclBridge:
         self._group: TransferGroup | None = None
         self._shapes: dict[str, torch.Tensor] = {}
         self._aliases: dict[str, str] = {}
+        self._unknown: str | None = None
+        self._probe = probe
         self._confirmed: int | None = None
         self._pushes = 0
         self._phase, self._tensor = "", ""
@@ -130,18 +134,31 @@ class NcclBridge:
         for url, label in zip(self._urls, await self._each("confirm", WeightServer.label, version), strict=True):
             if label != str(version):
                 raise WeightSyncError(f"weight push {version} was not confirmed: the engine serves version {label} at {url}")
-        if verify:
+        if verify and self._unknown is None:
             await self._compare(sums, version)
         await self._forget_prefixes(version)
         for url in self._urls:
             self._on_confirmed(url, version)
         await self._ask_all("resume", "POST", "/resume", version)
         self._paused = False
+        if self._unknown is not None and self._probe is not None:
+            probe = self._probe
+            await self._each(
+                "probe", lambda one: probe.check(self._client, one.url, version, limit_s=self._deadline_s), version
+            )
 
     async def _meet(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Learn what the servers' weights look like, refuse what does not fit, and open the group."""
         told = await self._each("meet", WeightServer.describe, version)
         shapes = [one.weights.tensors() for one in told]
+        self._unknown = next((one.unknown for one in told if one.unknown is not None), None)
+        if self._unknown is not None:
+            _log.warning(
+                "%s; what the servers hold can't be compared, so they are sent all of the trainer's tensors, and the "
+                "log-probabilities of a few tokens are compared after each push",
+                self._unknown,
+            )
+            shapes = [{name: tensor.to("meta") for name, tensor in weights.items()}] * len(told)
         for url, theirs in zip(self._urls, shapes, strict=True):
             check_coverage(weights, theirs)
             if any(theirs[name].dtype != like.dtype for name, like in shapes[0].items()):

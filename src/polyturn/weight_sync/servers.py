@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+import torch
+
 from polyturn.errors import WeightSyncError
 from polyturn.processes.json_http import AskError, JsonClient
 from polyturn.weight_sync.labels import BACKEND, BROKEN_LABEL, EXTENSION, RPC, WEIGHTS_ROUTE
@@ -27,6 +29,8 @@ class Described:
     device: str
     aliases: Mapping[str, str]
     """Names of tensors that are another one, and of which."""
+    unknown: str | None = None
+    """Why `weights` is empty: a layer whose tensors have no names that are known. The server may take a push all the same."""
 
 
 class WeightServer:
@@ -38,9 +42,9 @@ class WeightServer:
         self._client = client
         self._limit_s = limit_s
 
-    async def ask(self, method: str, path: str, body: object = None) -> Any:
+    async def ask(self, method: str, path: str, body: object = None, *, text: bool = False) -> Any:
         """The answer of one route."""
-        return await self._client.ask(method, self.url + path, body, limit_s=self._limit_s)
+        return await self._client.ask(method, self.url + path, body, limit_s=self._limit_s, text=text)
 
     async def describe(self) -> Described:
         """Names, types and shapes of its weights. Raises WeightSyncError for a server that can't take a push."""
@@ -61,7 +65,9 @@ class WeightServer:
             )
         first = workers[0]
         weights = UpdateInfo.from_json(first["weights"])
-        return Described(kind="vllm", weights=weights, device=first["device"], aliases=first["aliases"])
+        return Described(
+            kind="vllm", weights=weights, device=first["device"], aliases=first["aliases"], unknown=first["unknown"]
+        )
 
     async def checksums(self) -> dict[str, int]:
         """Checksums of what it computes with, by name."""
@@ -70,6 +76,31 @@ class WeightServer:
         else:
             told = await self.ask("GET", f"{WEIGHTS_ROUTE}?checksums=true")
         return {name: int(total) for name, total in told["checksums"].items()}
+
+    async def comparable(self) -> tuple[dict[str, torch.dtype], dict[str, int]] | None:
+        """Types and checksums of what it computes with, by name; None for a vLLM server that has no means to say them."""
+        try:
+            (worker, *_), (told, *_) = await self._workers("polyturn_describe"), await self._workers("polyturn_checksums")
+        except WeightSyncError:
+            return None
+        if worker["unknown"] is not None:
+            return None
+        weights = UpdateInfo.from_json(worker["weights"]).tensors()
+        sums = {name: int(total) for name, total in told["checksums"].items()}
+        return {name: tensor.dtype for name, tensor in weights.items()}, sums
+
+    async def adapters(self) -> list[Any]:
+        """The newest adapters of every worker: their type, and checksums by name."""
+        return await self._workers("polyturn_adapters")
+
+    async def stamp(self, version: int) -> None:
+        """Have a vLLM server call its weights `version`."""
+        await self._workers("polyturn_stamp", str(version))
+        try:
+            await self.ask("POST", "/update_weight_version", {"new_version": str(version)})
+        except AskError as error:
+            if error.status != 404:  # vLLM before 0.28 has no versions of its own
+                raise
 
     async def label(self) -> str:
         """What it calls its weights."""
@@ -96,10 +127,10 @@ class WeightServer:
             return True
         return all(worker["weight_version"] != BROKEN_LABEL for worker in await self._workers("polyturn_put_back"))
 
-    async def _workers(self, method: str) -> list[Any]:
+    async def _workers(self, method: str, *arguments: str) -> list[Any]:
         """The answers of all workers of a vLLM server. Raises WeightSyncError where they can't be asked."""
         try:
-            answer = await self.ask("POST", RPC, {"method": method})
+            answer = await self.ask("POST", RPC, {"method": method, "args": list(arguments)})
         except AskError as error:
             if error.status == 404:
                 raise WeightSyncError(
