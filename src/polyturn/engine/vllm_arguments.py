@@ -65,6 +65,7 @@ def server_arguments(recipe: Recipe, model: Path, *, port: int, on_gpu: bool, vl
         "weight_transfer_config": {"backend": BACKEND},
         "middleware": GUARD,
         "seed": recipe.run.seed,
+        "disable_uvicorn_access_log": True,  # a line a request would bury what matters
     }
     if vllm.needs_scale_out_flag:
         given["enable_scale_out"] = True
