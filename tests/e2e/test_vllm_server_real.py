@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parts.vllm_served import CONTEXT, TOKEN, VllmServed, needs_vllm, scores, tiny
+from parts.vllm_served import CONTEXT, TOKEN, VllmServed, logprobs_of, needs_vllm, scores, tiny
 from polyturn.errors import DeadlineError, EngineError, WeightSyncError
 from polyturn.processes.descendants import all_pids
 from polyturn.processes.json_http import JsonClient
@@ -145,24 +145,24 @@ async def test_keys_and_values_of_older_weights_are_noticed(trained, vllm_server
         (choice,) = answer["choices"]
         return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
 
-    async def no_reset(version):
-        pass
+    async def keep_cache(phase, method, path, version, body=None):
+        if phase == "reset the prefix cache":
+            return [None]
+        return await whole(phase, method, f"{path}&clear_cache=false" if phase == "pause" else path, version, body)
 
     def difference(ids, theirs):
-        logits = model(input_ids=torch.tensor([[*LONG, *ids]])).logits[0, len(LONG) - 1 : -1]
-        ours = torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
-        return float((ours - torch.tensor(theirs)).abs().mean())
+        return float((logprobs_of(model, LONG, ids) - torch.tensor(theirs)).abs().mean())
 
     assert difference(*await ask()) < 2e-5
     change(model, 5)
-    whole, bridge._forget_prefixes = bridge._forget_prefixes, no_reset
+    whole, bridge._ask_all = bridge._ask_all, keep_cache
     await bridge.push(1)
     poisoned = await ask()
     assert difference(*poisoned) > 0.01, "it answered from keys and values of older weights, and the comparison shows it"
     # Requests of a run carry their version as the cache's salt, so they don't find what older weights left.
     safe = await engine.generate(LONG, asking(max_tokens=8, stop_ids=()))
     assert float((scores(model, LONG, safe) - torch.tensor(safe.engine_logprobs)).abs().max()) < 2e-5
-    bridge._forget_prefixes = whole
+    bridge._ask_all = whole
     await bridge.push(2)
     assert difference(*await ask()) < 2e-5
 
@@ -333,12 +333,7 @@ async def test_a_head_on_old_weights_is_found_by_checksums_and_by_log_probabilit
     # Without checksums: the same server, asked by somebody who only samples.
     await stale_head.ask("POST", "/resume")
     client = JsonClient(TOKEN)
-
-    def score(of, prompt, ids):
-        logits = of(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].detach()
-        return torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
-
-    probe = Probe(score=partial(score, model), limit=0.3, vocab_size=24)
+    probe = Probe(score=partial(logprobs_of, model), limit=0.3, vocab_size=24)
     with pytest.raises(
         WeightSyncError, match=r"differ from the trainer's by .* on average, more than weight_sync\.max_mismatch"
     ):
@@ -350,12 +345,7 @@ async def test_a_probe_lets_the_right_weights_pass(trained, vllm_server):
     model, _, bridge = trained
     await bridge.push(0)
     client = JsonClient(TOKEN)
-
-    def score(prompt, ids):
-        logits = model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].detach()
-        return torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
-
-    probe = Probe(score=score, limit=0.3, vocab_size=24)
+    probe = Probe(score=partial(logprobs_of, model), limit=0.3, vocab_size=24)
     assert await probe.check(client, vllm_server.url, 0, limit_s=60) < 1e-4
     await client.close()
 

@@ -140,10 +140,13 @@ class PushedVllm:
         await self.engine.stop()
 
 
-def scores(model: Any, prompt: Any, completion: Completion, temperature: float = 1.0) -> torch.Tensor:
+def scores(model: Any, prompt: Any, completion: Completion) -> torch.Tensor:
     """The model's own log-probabilities of a completion, from one forward pass over everything."""
-    ids = torch.tensor(completion.ids)
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([[*prompt, *completion.ids]]), use_cache=False).logits[0]
-    logprobs = torch.log_softmax(logits[len(prompt) - 1 : -1].float() / temperature, dim=-1)
-    return logprobs.gather(-1, ids[:, None])[:, 0]
+    return logprobs_of(model, prompt, completion.ids)
+
+
+@torch.no_grad()
+def logprobs_of(model: Any, prompt: Any, ids: Any) -> torch.Tensor:
+    """Those of any ids."""
+    logits = model(input_ids=torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits.float(), dim=-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]

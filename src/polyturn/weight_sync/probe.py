@@ -41,7 +41,7 @@ class Probe:
             content = answer["choices"][0]["logprobs"]["content"]
             ids, theirs = answer["choices"][0]["token_ids"], [float(entry["logprob"]) for entry in content]
             ours = await in_thread(self.score, prompt, ids)
-            gaps += [abs(own - other) for own, other in zip(ours, theirs, strict=True)]
+            gaps += [abs(float(own) - other) for own, other in zip(ours, theirs, strict=True)]
         gap = sum(gaps) / len(gaps)
         if not gap <= self.limit:
             raise WeightSyncError(
