@@ -16,12 +16,14 @@ import torch
 
 from parts.vllm_served import CONTEXT, TOKEN, VllmServed, logprobs_of, needs_vllm, scores, tiny
 from polyturn.errors import DeadlineError, EngineError, WeightSyncError
+from polyturn.loop.serve_vllm import Orders
 from polyturn.processes.descendants import all_pids
 from polyturn.processes.json_http import JsonClient
 from polyturn.types import SamplingParams
 from polyturn.weight_sync.base import WholeWeights
 from polyturn.weight_sync.nccl import NcclBridge
 from polyturn.weight_sync.probe import Probe
+from polyturn.weight_sync.restart import RestartBridge
 
 pytestmark = needs_vllm
 
@@ -356,3 +358,52 @@ def test_a_server_that_can_not_start_shows_why(tmp_path):
         server.start()
     assert server.process.pid is None
     assert Path(server.process._log).read_text()
+
+
+# ── a restart ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_servers_start_anew_from_saved_weights(vllm_server, tmp_path):
+    """The bridge, and what a role does for it. One restart, of three pushes."""
+    model = tiny(21)
+    engine = vllm_server.client()
+    await engine.start()
+    orders = Orders(vllm_server.process, token=TOKEN, host="127.0.0.1")
+    control = await orders.open()
+    bridge = RestartBridge(
+        [vllm_server.url],
+        [control],
+        model.state_dict,
+        lambda folder: model.save_pretrained(folder),
+        tmp_path / "weights",
+        verify_every=1,
+        deadline_s=240,
+        token=TOKEN,
+        on_confirmed=engine.confirmed,
+    )
+    first = vllm_server.process.pid
+    await bridge.push(0)
+    second = vllm_server.process.pid
+    assert second != first
+    assert await gap(model, engine) < 2e-5
+    assert engine.policy_version == 0
+    assert len(list((tmp_path / "weights").iterdir())) == 1
+    await bridge.push(0)
+    assert vllm_server.process.pid == second, "it serves that version already"
+    again = RestartBridge(
+        [vllm_server.url], [control], model.state_dict, lambda folder: None, tmp_path / "other", verify_every=1, deadline_s=60,
+        token=TOKEN,
+    )  # fmt: skip
+    await again.push(4)
+    assert vllm_server.process.pid == second, "a run that finds its own weights there only gives them its version"
+    with pytest.raises(EngineError, match="another run pushes to it"):
+        await engine.generate((0, 7), asking())
+    client = JsonClient("a wrong one")
+    with pytest.raises(Exception, match="answered 401"):
+        await client.ask("POST", f"{control}/restart", {"model": str(tmp_path), "version": "1"}, limit_s=30)
+    await client.close()
+    await bridge.close()
+    assert not (tmp_path / "weights").exists()
+    await again.close()
+    await orders.close()
+    await engine.stop()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.config.schema import Recipe
-from polyturn.engine.vllm_install import VllmInstall
+from polyturn.engine.vllm_install import VllmInstall, find_vllm
 from polyturn.errors import ConfigError
 from polyturn.weight_sync.labels import BACKEND, EXTENSION, WEIGHT_LABEL
 
@@ -104,6 +104,12 @@ def server_environment(recipe: Recipe, environ: Mapping[str, str], *, on_gpu: bo
     if recipe.model.lora is not None:
         chosen["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     return chosen
+
+
+def refuse_arguments(recipe: Recipe, environ: Mapping[str, str], *, on_gpu: bool) -> None:
+    """Raise UserError for what would keep a server from starting: no vLLM, or arguments and variables that can't be."""
+    server_environment(recipe, environ, on_gpu=on_gpu, label="")
+    server_arguments(recipe, Path(), port=1, on_gpu=on_gpu, vllm=find_vllm())
 
 
 def refuse_own_arguments(extra: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from polyturn.config.schema import Recipe
+from polyturn.engine.vllm_arguments import refuse_arguments
 from polyturn.launch.gpus import Placement, num_own_servers, place
 from polyturn.launch.specs import RoleSpec
 from polyturn.processes.gpus import VISIBLE
@@ -35,9 +36,11 @@ def role_specs(
 ) -> list[RoleSpec]:
     """The roles of a run in the order they start. `gpus` are those of `visible_gpus`, `config` is the resolved recipe's file.
 
-    Raises ConfigError for GPUs that can't be given out as the recipe says.
+    Raises ConfigError for GPUs that can't be given out as the recipe says, UserError for a vLLM that can't be started.
     """
     placement = place(recipe, gpus)
+    if recipe.engine.kind == "vllm_server" and num_own_servers(recipe):
+        refuse_arguments(recipe, {**environ, **recipe.launch.env}, on_gpu=bool(placement.engines))
     variables = _Variables(recipe, placement, environ, cores or _cores())
     specs = [
         _spec(f"environment-{number}", config, variables.of("environment"), recipe.environment.start_deadline_s, "environment")

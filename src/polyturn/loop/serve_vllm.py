@@ -19,7 +19,7 @@ from typing import Any
 from aiohttp import web
 
 from polyturn.config.schema import Recipe
-from polyturn.engine.vllm_arguments import server_arguments, server_environment
+from polyturn.engine.vllm_arguments import refuse_arguments, server_arguments, server_environment
 from polyturn.engine.vllm_install import find_vllm
 from polyturn.engine.vllm_process import VllmProcess
 from polyturn.errors import EngineError, PolyturnError
@@ -43,6 +43,7 @@ def serve_vllm_role(place: Place, recipe: Recipe) -> int:
     Raises UserError for what can't be started, EngineError when vLLM ends by itself and nobody else can answer.
     """
     recipe = check(recipe).recipe
+    refuse_arguments(recipe, os.environ, on_gpu=bool(os.environ.get(VISIBLE)))
     # Workers that lose their parent stay this role's, and end with it.
     become_subreaper()
     asyncio.run(until_signal(_serve(place, recipe)))
@@ -76,8 +77,6 @@ def _process(place: Place, recipe: Recipe, port: int) -> VllmProcess:
         return {**os.environ, **server_environment(recipe, os.environ, on_gpu=on_gpu, label=label)}
 
     command = partial(server_arguments, recipe, port=port, on_gpu=on_gpu, vllm=install)
-    command(Path())  # mistakes in the recipe are told before the model is made
-    environment(DEFAULT_LABEL)
     return VllmProcess(
         f"http://{recipe.engine.host}:{port}",
         command=command,
