@@ -18,6 +18,9 @@ from polyturn.processes.role import AGENT
 TRAINER_START_S = 600.0
 """Time until every rank of the trainer writes its heartbeat: starting Python, and importing torch in the agent."""
 
+ROLE_S = 30.0
+"""What the role of a vLLM server takes besides waiting for vLLM."""
+
 _SECRET = re.compile(r"(key|token|secret|passw\w*|credentials?)(_|$)", re.IGNORECASE)
 
 
@@ -42,12 +45,14 @@ def role_specs(
     if recipe.engine.kind == "vllm_server" and num_own_servers(recipe):
         refuse_arguments(recipe, {**environ, **recipe.launch.env}, on_gpu=bool(placement.engines))
     variables = _Variables(recipe, placement, environ, cores or _cores())
+    # vLLM is awaited by its role, which can show the end of its log.
+    start_s = recipe.engine.start_deadline_s + (ROLE_S if recipe.engine.kind == "vllm_server" else 0.0)
     specs = [
         _spec(f"environment-{number}", config, variables.of("environment"), recipe.environment.start_deadline_s, "environment")
         for number in range(recipe.environment.num_processes)
     ]
     specs += [
-        _spec(f"engine-{number}", config, variables.of("engine", number), recipe.engine.start_deadline_s, "engine")
+        _spec(f"engine-{number}", config, variables.of("engine", number), start_s, "engine")
         for number in range(num_own_servers(recipe))
     ]
     agent = RoleSpec(
