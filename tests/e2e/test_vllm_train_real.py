@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -41,8 +42,7 @@ def vllm_pids(run) -> list[int]:
     found = []
     for pid in sorted(all_pids()):
         try:
-            words = open(f"/proc/{pid}/cmdline", "rb").read()
-            variables = open(f"/proc/{pid}/environ", "rb").read()
+            words, variables = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
         except OSError:
             continue
         if run.mark.encode() in variables and b"polyturn.engine.vllm_child" in words:

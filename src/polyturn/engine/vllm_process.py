@@ -22,7 +22,7 @@ from polyturn.processes.starting import start_process
 GRACE_S = 10.0
 """How long a server may take to end by itself."""
 TAIL_LINES = 15
-_LOOK_S = 0.2
+_LOOK_S = 0.1
 
 
 class VllmProcess:
@@ -86,10 +86,12 @@ class VllmProcess:
         child, self._child = self._child, None
         if child is None:
             return
-        for number, limit_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+        # Of a server that ended by itself nobody is left who would end its workers in order.
+        numbers = (signal.SIGTERM, signal.SIGKILL) if child.poll() is None else (signal.SIGKILL,)
+        for number in numbers:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, number)
-            for _ in range(int(limit_s / _LOOK_S)):
+            for _ in range(max(1, int(GRACE_S / _LOOK_S))):
                 if child.poll() is not None and not _group_lives(child.pid):
                     return
                 await asyncio.sleep(_LOOK_S)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,8 @@ from polyturn.weight_sync.labels import DEFAULT_LABEL
 MOST_RESTARTS = 3
 """How often a server that ended by itself is started anew, where others answer meanwhile."""
 _STOP_S = 5.0
+_LONGEST = 64
+"""Of a folder for sockets: their paths may have 107 letters, and their names have up to 40."""
 
 
 def serve_vllm_role(place: Place, recipe: Recipe) -> int:
@@ -51,10 +55,26 @@ def serve_vllm_role(place: Place, recipe: Recipe) -> int:
 
 
 async def _serve(place: Place, recipe: Recipe) -> None:
+    with _socket_folder() as sockets:
+        await _serve_with(place, recipe, sockets)
+
+
+@contextmanager
+def _socket_folder() -> Iterator[Path]:
+    """Where vLLM's processes meet: the folder of temporary files, or a shorter one where a socket's path would be too long."""
+    usual = Path(tempfile.gettempdir())
+    if len(str(usual)) <= _LONGEST:
+        yield usual
+        return
+    with tempfile.TemporaryDirectory(prefix="polyturn-", dir="/tmp") as short:
+        yield Path(short)
+
+
+async def _serve_with(place: Place, recipe: Recipe, sockets: Path) -> None:
     role, engine = place.role, recipe.engine
     model = await _model(recipe)
     port = free_port(engine.host) if engine.port is None else engine.port + role.number
-    vllm = _process(place, recipe, port)
+    vllm = _process(place, recipe, port, sockets)
     orders = Orders(vllm, token=role.token, host=engine.host)
     try:
         with place.waiting(f"vLLM to serve {recipe.model.path} (engine.start_deadline_s)", engine.start_deadline_s):
@@ -68,13 +88,14 @@ async def _serve(place: Place, recipe: Recipe) -> None:
         await vllm.stop()
 
 
-def _process(place: Place, recipe: Recipe, port: int) -> VllmProcess:
+def _process(place: Place, recipe: Recipe, port: int, sockets: Path) -> VllmProcess:
     """Not started yet. Raises UserError for a vLLM that is not there, or arguments that can't be."""
     install = find_vllm()
     on_gpu = bool(os.environ.get(VISIBLE))
 
     def environment(label: str) -> dict[str, str]:
-        return {**os.environ, **server_environment(recipe, os.environ, on_gpu=on_gpu, label=label)}
+        added = server_environment(recipe, os.environ, on_gpu=on_gpu, label=label)
+        return {**os.environ, "VLLM_RPC_BASE_PATH": str(sockets), **added}
 
     command = partial(server_arguments, recipe, port=port, on_gpu=on_gpu, vllm=install)
     return VllmProcess(
