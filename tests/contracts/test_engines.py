@@ -18,6 +18,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from parts.served import Served
+from parts.vllm_served import PushedVllm, needs_vllm
 from polyturn.engine.base import Engine
 from polyturn.engine.hf import HfEngine
 from polyturn.engine.scripted import ScriptedEngine
@@ -65,22 +66,40 @@ def hf_server() -> Served:
 
 
 ENGINES = {"hf": hf, "hf_server": hf_server, "scripted": scripted}
+VLLM = pytest.param("vllm_server", marks=needs_vllm)
 
 
-@pytest.fixture(params=ENGINES)
-async def engine(request):
-    made = ENGINES[request.param]()
-    await made.start()
-    yield made
-    await (made.close() if isinstance(made, Served) else made.stop())
+def made_by(request) -> Engine:
+    """The engine of a fixture's parameter, not started. A vLLM server is the whole session's, with this page's weights."""
+    if request.param == "vllm_server":
+        return PushedVllm(request.getfixturevalue("vllm_server"), model())
+    return ENGINES[request.param]()
+
+
+# Plain fixtures, since the server of the session starts in one, and has a loop of its own for that.
+@pytest.fixture(params=[*ENGINES, VLLM])
+def any_engine(request):
+    return made_by(request)
+
+
+@pytest.fixture(params=["hf", VLLM])
+def any_sampler(request):
+    return made_by(request)
 
 
 @pytest.fixture
-async def sampler():
-    made = hf()
-    await made.start()
-    yield made
-    await made.stop()
+async def engine(any_engine):
+    await any_engine.start()
+    yield any_engine
+    await (any_engine.close() if isinstance(any_engine, Served) else any_engine.stop())
+
+
+@pytest.fixture
+async def sampler(any_sampler):
+    """An engine that samples from `model()`."""
+    await any_sampler.start()
+    yield any_sampler
+    await any_sampler.stop()
 
 
 def asking(**options) -> SamplingParams:
@@ -243,10 +262,23 @@ async def test_padding_does_not_move_positions():
     await engine.stop()
 
 
+def truncated(logits, top_p, top_k, min_p):
+    """Logits with -inf for what one of the three cuts away."""
+    probabilities, order = torch.softmax(logits, dim=-1).sort(dim=-1, descending=True)
+    kept = (probabilities.cumsum(-1) - probabilities < top_p) & (probabilities >= min_p * probabilities[:, :1])
+    if top_k:
+        kept[:, top_k:] = False
+    return logits.masked_fill(~torch.zeros_like(kept).scatter(-1, order, kept), -math.inf)
+
+
 @pytest.mark.parametrize(("top_p", "top_k", "min_p"), [(0.5, 0, 0.0), (1.0, 3, 0.0), (1.0, 0, 0.5)])
 async def test_log_probabilities_are_those_before_truncation(sampler, top_p, top_k, min_p):
+    """vLLM's are those after it, among the tokens that are left: a recipe has to ask for truncation by name."""
     completion = await sampler.generate((0, 7, 9), asking(top_p=top_p, top_k=top_k, min_p=min_p, seed=4))
-    expected = torch.log_softmax(full_logits((0, 7, 9), completion.ids), dim=-1)
+    logits = full_logits((0, 7, 9), completion.ids)
+    if isinstance(sampler, PushedVllm):
+        logits = truncated(logits, top_p, top_k, min_p)
+    expected = torch.log_softmax(logits, dim=-1)
     chosen = expected.gather(-1, torch.tensor(completion.ids)[:, None])[:, 0]
     assert torch.allclose(torch.tensor(completion.engine_logprobs), chosen, atol=1e-5, rtol=0)
 

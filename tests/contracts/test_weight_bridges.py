@@ -7,6 +7,8 @@ import asyncio
 import pytest
 import torch
 
+from parts.vllm_served import PushedVllm, needs_vllm, scores
+from parts.vllm_served import tiny as vllm_tiny
 from polyturn.engine.hf import HfEngine
 from polyturn.engine.server import EngineServer
 from polyturn.errors import DeadlineError, EngineError, ResourceError, WeightSyncError
@@ -260,3 +262,27 @@ async def test_every_parameter_of_the_hf_engine_is_covered(bridge_of):
         del source[name]
         with pytest.raises(WeightSyncError, match=name.replace(".", r"\.")):
             await bridge_of(source, engine).push(1)
+
+
+# ── with vLLM ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=needs_vllm) for seed in (31, 32)])
+async def test_vllm_serves_the_pushed_weights(vllm_server, seed):
+    model, sampling = vllm_tiny(seed), SamplingParams(max_tokens=6, seed=3)
+    engine = PushedVllm(vllm_server, model)
+    await engine.start()
+    after = await engine.generate((0, 7, 9), sampling)
+    assert torch.allclose(torch.tensor(after.engine_logprobs), scores(model, (0, 7, 9), after), atol=1e-5)
+    assert set(after.policy_versions) == {0}
+    await engine.stop()
+
+
+@pytest.mark.parametrize("missing", [pytest.param(name, marks=needs_vllm) for name in vllm_tiny(1).state_dict()])
+async def test_every_parameter_of_vllm_is_covered(vllm_server, missing):
+    bridge = vllm_server.bridge(vllm_tiny(1))
+    weights = {name: tensor for name, tensor in vllm_tiny(1).state_dict().items() if name != missing}
+    bridge._source = WholeWeights(lambda: weights)
+    with pytest.raises(WeightSyncError, match=missing.replace(".", r"\.")):
+        await bridge.push(1)
+    await bridge.close()

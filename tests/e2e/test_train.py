@@ -21,8 +21,8 @@ def trainers(monkeypatch):
     """Every trainer that a run builds."""
     built, build = [], sync.build_trainer
 
-    def remember(*arguments):
-        built.append(build(*arguments))
+    def remember(*arguments, **keywords):
+        built.append(build(*arguments, **keywords))
         return built[-1]
 
     monkeypatch.setattr(sync, "build_trainer", remember)

@@ -45,10 +45,10 @@ def fails(error):
 
 
 def group_of(reward, *, environment=None, **options):
-    """Eight siblings that say `answer(red)` at once, scored by the environment (1) and by `reward`."""
+    """Eight siblings that say `answer(red)` one after the other, scored by the environment (1) and by `reward`."""
     renderer = talk_renderer()
     scored = Rewarded(environment or Talk(), [reward])
-    return play_group(player(scored, says(renderer, "answer(red)"), renderer, **options))
+    return play_group(player(scored, says(renderer, "answer(red)"), renderer, **options), concurrency=1)
 
 
 def faults(group):

@@ -74,7 +74,7 @@ def dry_run(recipe: Recipe, *, force: bool = False) -> int:
     from polyturn.processes.gpus import visible_gpus
 
     checked = check(recipe)
-    specs = role_specs(checked.recipe, visible_gpus(), Path("recipe.yaml"))
+    specs = role_specs(checked.recipe, visible_gpus(), Path("recipe.yaml"), elsewhere=True)
     for line in (*arithmetic(checked, force=force), *map(described, specs)):
         print(line)
     return write_dry_run(checked)

@@ -19,7 +19,8 @@ from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from polyturn.config.arithmetic import batch_arithmetic
-from polyturn.config.schema import LossOptions, Recipe
+from polyturn.config.engines import vllm_settings, weight_sync_mode
+from polyturn.config.schema import LossOptions, Recipe, with_values
 from polyturn.errors import ConfigError
 from polyturn.processes.whole_file import write_whole
 
@@ -29,10 +30,6 @@ _LORA_LEARNING_RATE = 1e-5
 _ROW_TOKENS = 1024
 _GPU_ROW_TOKENS = 8192
 _WARMUP_STEPS = 10
-_OWN_GPU, _SHARED_GPU = 0.9, 0.3
-_VLLM_KEYS = ("urls", "tensor_parallel_size", "device", "gpu_memory_utilization", "max_model_len", "dtype", "extra_args")
-"""Settings that only vLLM has."""
-_SAVE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +50,17 @@ def resolve(recipe: Recipe, *, num_train_tasks: int | None, on_gpu: bool = False
     reasons: dict[str, str] = {}
     problems: list[str] = list(_refusals(recipe))
     row_tokens = partial(_row_tokens, usual=_GPU_ROW_TOKENS if on_gpu else _ROW_TOKENS)
-    for derive in (_length, _tasks, _learning_rate, _master_weights, row_tokens, _warmup, _engine, _weight_sync, _loss):
+    for derive in (
+        _length,
+        _tasks,
+        _learning_rate,
+        _master_weights,
+        row_tokens,
+        _warmup,
+        vllm_settings,
+        weight_sync_mode,
+        _loss,
+    ):
         try:
             recipe = derive(recipe, num_train_tasks, reasons)
         except ConfigError as error:
@@ -181,11 +188,11 @@ def _length(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]
     if run.epochs is None:
         assert run.steps is not None, "one of steps and epochs is given"
         reasons["run.epochs"] = f"{run.steps} steps x {groups} tasks / {num_train_tasks} training tasks"
-        return _with(recipe, "run", epochs=run.steps * groups / num_train_tasks)
+        return with_values(recipe, "run", epochs=run.steps * groups / num_train_tasks)
     steps = math.ceil(run.epochs * num_train_tasks / groups * (1 - 1e-12))
     if run.steps is None:
         reasons["run.steps"] = f"{run.epochs:g} epochs x {num_train_tasks} training tasks / {groups} tasks a step, rounded up"
-        return _with(recipe, "run", steps=steps)
+        return with_values(recipe, "run", steps=steps)
     if run.steps != steps:
         raise ConfigError(
             f"run.steps={run.steps} and run.epochs={run.epochs:g} disagree: {run.epochs:g} epochs of {num_train_tasks} tasks "
@@ -215,7 +222,7 @@ def _learning_rate(recipe: Recipe, num_train_tasks: int | None, reasons: dict[st
     else:
         rate, what = _FULL_LEARNING_RATE, "training all weights of a pretrained model"
     reasons["trainer.learning_rate"] = f"the usual one for {what}"
-    return _with(recipe, "trainer", learning_rate=rate)
+    return with_values(recipe, "trainer", learning_rate=rate)
 
 
 def _master_weights(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
@@ -232,7 +239,7 @@ def _master_weights(recipe: Recipe, num_train_tasks: int | None, reasons: dict[s
         reasons["trainer.master_weights"] = (
             "most updates are too small for bfloat16 weights, and would be rounded away" if half else "the weights are float32"
         )
-        return _with(recipe, "trainer", master_weights=chosen)
+        return with_values(recipe, "trainer", master_weights=chosen)
     if given != "none" and not half:
         raise ConfigError(
             f"trainer.master_weights={given}: the weights are {recipe.model.dtype} already, and lose nothing; "
@@ -257,7 +264,7 @@ def _row_tokens(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, 
         reasons["trainer.row_tokens"] = (
             f"the usual {usual}, and at least a whole trajectory, of rollout.max_trajectory_tokens={longest}"
         )
-        return _with(recipe, "trainer", row_tokens=fits)
+        return with_values(recipe, "trainer", row_tokens=fits)
     if given < longest:
         raise ConfigError(
             f"trainer.row_tokens={given}: a row must hold a whole trajectory, of rollout.max_trajectory_tokens={longest}; "
@@ -272,107 +279,13 @@ def _warmup(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]
     if given is None:
         fits = _WARMUP_STEPS if total is None else min(_WARMUP_STEPS, total)
         reasons["trainer.warmup_steps"] = f"the usual {_WARMUP_STEPS}, or the run's optimizer steps when those are fewer"
-        return _with(recipe, "trainer", warmup_steps=fits)
+        return with_values(recipe, "trainer", warmup_steps=fits)
     if total is not None and given > total:
         raise ConfigError(
             f"trainer.warmup_steps={given}: the warm-up is longer than the run, which makes {total} optimizer steps; "
             f"set trainer.warmup_steps={total} or less, or a longer run"
         )
     return recipe
-
-
-def _engine(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
-    """Share of memory and longest context of vLLM; settings of vLLM with another engine are refused."""
-    engine = recipe.engine
-    if not engine.kind.startswith("vllm"):
-        usual = type(engine)()
-        for key in _VLLM_KEYS:
-            if getattr(engine, key) != getattr(usual, key):
-                raise ConfigError(
-                    f"engine.{key}={getattr(engine, key)} is a setting of vLLM, and engine.kind={engine.kind}; remove it, or "
-                    "use engine.kind=vllm or vllm_server"
-                )
-        return recipe
-    found: dict[str, Any] = {}
-    if engine.gpu_memory_utilization is None:
-        both = set(engine.devices or ()) & set(recipe.trainer.devices or ())
-        beside = engine.device is None if engine.kind == "vllm" else bool(both)
-        found["gpu_memory_utilization"] = _SHARED_GPU if beside else _OWN_GPU
-        reasons["engine.gpu_memory_utilization"] = "the trainer is on the same GPU" if beside else "the GPU is its own"
-    longest = recipe.rollout.max_trajectory_tokens
-    if engine.max_model_len is None:
-        found["max_model_len"] = longest
-        reasons["engine.max_model_len"] = f"a whole trajectory, of rollout.max_trajectory_tokens={longest}"
-    elif engine.max_model_len < longest:
-        raise ConfigError(
-            f"engine.max_model_len={engine.max_model_len}: vLLM must hold a whole trajectory, of "
-            f"rollout.max_trajectory_tokens={longest}; set engine.max_model_len={longest}, or "
-            f"rollout.max_trajectory_tokens={engine.max_model_len}"
-        )
-    return _with(recipe, "engine", **found)
-
-
-def _weight_sync(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
-    """How the weights reach the engine follows from where it is; what can't reach it is refused."""
-    kind, mode = recipe.engine.kind, recipe.weight_sync.mode
-    if kind == "vllm":
-        return _vllm_sync(recipe, reasons)
-    if kind == "vllm_server":
-        return _vllm_server_sync(recipe, reasons)
-    fits, where = ("in_process", "in the driver's process") if kind == "hf" else ("nccl", "in processes of its own")
-    if mode == "auto":
-        reasons["weight_sync.mode"] = f"the engine is {where} (engine.kind={kind})"
-        return _with(recipe, "weight_sync", mode=fits)
-    if mode != fits:
-        raise ConfigError(
-            f"weight_sync.mode={mode} can't reach an engine that is {where} (engine.kind={kind}); use {fits}, or auto"
-        )
-    return recipe
-
-
-def _vllm_sync(recipe: Recipe, reasons: dict[str, str]) -> Recipe:
-    """How weights reach vLLM in the driver's process: they are the trainer's own, or a copy."""
-    engine, mode = recipe.engine, recipe.weight_sync.mode
-    apart = None
-    if engine.device is not None:
-        apart = f"the engine has a GPU of its own, engine.device={engine.device}"
-    elif engine.dtype not in ("auto", recipe.model.dtype):
-        apart = f"the engine has weights of another type, engine.dtype={engine.dtype}"
-    if mode == "auto":
-        reasons["weight_sync.mode"] = apart or "engine and trainer are in one process, on one GPU (engine.kind=vllm)"
-        return _with(recipe, "weight_sync", mode="in_process" if apart else "single_copy")
-    if mode not in ("in_process", "single_copy") or (mode == "single_copy" and apart):
-        why = apart if mode == "single_copy" else "the engine is in the driver's process"
-        raise ConfigError(
-            f"weight_sync.mode={mode} with engine.kind=vllm: {why}; use {'' if apart else 'single_copy, '}in_process or auto"
-        )
-    return recipe
-
-
-def _vllm_server_sync(recipe: Recipe, reasons: dict[str, str]) -> Recipe:
-    """How weights reach vLLM servers: adapters as files, whole models over a process group, or by a restart."""
-    sync, adapters = recipe.weight_sync, recipe.model.lora is not None
-    usual = "lora" if adapters else "nccl"
-    mode = usual if sync.mode == "auto" else sync.mode
-    if mode not in ((usual,) if adapters else ("nccl", "restart")):
-        whose = "adapters are trained (model.lora); use lora" if adapters else "all weights are trained; use nccl, restart"
-        raise ConfigError(f"weight_sync.mode={mode} with engine.kind=vllm_server: {whose} or auto")
-    if mode == "restart" and recipe.engine.urls:
-        raise ConfigError(
-            "weight_sync.mode=restart: only servers that the run started are restarted; use nccl, or no engine.urls"
-        )
-    if sync.mode == "auto":
-        what = (
-            "adapters are small and go as files" if adapters else "they go over a process group, NCCL between GPUs, else gloo"
-        )
-        reasons["weight_sync.mode"] = f"the engine is in processes of its own (engine.kind=vllm_server), and {what}"
-    limit_s = sync.deadline_s
-    if mode == "restart" and limit_s < recipe.engine.start_deadline_s + _SAVE_S:
-        limit_s = recipe.engine.start_deadline_s + _SAVE_S
-        reasons["weight_sync.deadline_s"] = (
-            f"a push is a start (engine.start_deadline_s), and {_SAVE_S:g} s to save the weights"
-        )
-    return _with(recipe, "weight_sync", mode=mode, deadline_s=limit_s)
 
 
 def _loss(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
@@ -400,12 +313,7 @@ def _loss(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) 
     for name in LossOptions.model_fields:
         if getattr(given, name) is None and getattr(filled, name) is not None:
             reasons[f"algorithm.loss_options.{name}"] = special.get(name, f"preset {algorithm.loss}")
-    return _with(recipe, "algorithm", loss_options=filled)
-
-
-def _with(recipe: Recipe, section: str, **values: Any) -> Recipe:
-    """`recipe` with some values of one section replaced."""
-    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=values)})
+    return with_values(recipe, "algorithm", loss_options=filled)
 
 
 def _commented(values: Mapping[str, Any], path: tuple[str, ...], reasons: Mapping[str, str]) -> CommentedMap:

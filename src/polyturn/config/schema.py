@@ -427,3 +427,8 @@ class Recipe(Section):
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     logging: LoggingSection = Field(default_factory=LoggingSection)
     launch: LaunchSection = Field(default_factory=LaunchSection)
+
+
+def with_values(recipe: Recipe, section: str, **values: Any) -> Recipe:
+    """`recipe` with some values of one section replaced."""
+    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=values)})

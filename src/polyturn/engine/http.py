@@ -1,39 +1,37 @@
 """The client of engine servers, ours (`hf_server`) and vLLM's: token ids over HTTP to one or several of them.
 
 The first request of a session goes to the server with the fewest requests under way, and later ones to the same server,
-which may still hold the keys and values of the earlier turns. A server that can't be reached, refuses, or has gone back to
-older weights is an EngineError that names it.
+which may still hold the keys and values of the earlier turns. What a server that is lost did not answer is asked again of
+another one; a seed makes it the same tokens. When none is left, or one refuses, that is an EngineError that names it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from polyturn.engine.wire import DEFAULT_LABEL, GENERATE, SESSION_HEADER, read_answer, read_label, request_body
+from polyturn.engine.replicas import Replica, Replicas
+from polyturn.engine.wire import GENERATE, SESSION_HEADER, read_answer, read_label, request_body
 from polyturn.errors import ConfigError, DeadlineError, EngineError, NonFiniteError
 from polyturn.processes.deadlines import deadline
 from polyturn.processes.json_http import AskError, JsonClient
 from polyturn.processes.tasks import TaskSet
 from polyturn.types import Completion, SamplingParams
+from polyturn.weight_sync.labels import BROKEN_LABEL, DEFAULT_LABEL, RPC
 
-MOST_SESSIONS = 1 << 16
-"""Sessions whose server is remembered; beyond them the longest unused are forgotten."""
 ASK_S = 10.0
 """Deadline of a small question to a server."""
+LOOK_S = 2.0
+"""Deadline of the question whether a server that was lost is back."""
 _POLL_S = 0.1
+_log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Server:
-    url: str
-    under_way: int = 0
-    version: int | None = None
-    """The last version that it confirmed; None until it got weights."""
-    context_limit: int | None = None
+class _LostError(EngineError):
+    """A server can answer nothing now; another one may."""
 
 
 class HttpEngine:
@@ -52,23 +50,23 @@ class HttpEngine:
     ) -> None:
         if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
             raise ConfigError(f"an engine needs the URLs of its servers, such as http://127.0.0.1:8000; got {list(urls)}")
-        self._servers = [_Server(url.rstrip("/")) for url in urls]
+        self._replicas = Replicas(urls)
         self._client = JsonClient(token)
         self._start_deadline_s = start_deadline_s
         self._request_deadline_s = request_deadline_s
-        self._sessions: OrderedDict[str, _Server] = OrderedDict()
         self._started = False
 
     @property
     def policy_version(self) -> int:
         """The least of the versions that the servers confirmed; 0 before they got weights."""
-        return min(server.version or 0 for server in self._servers)
+        return self._replicas.version
 
-    def confirmed(self, url: str, version: int) -> None:
-        """Note that the server at `url` said it serves `version`: from now on an older answer of it is an error."""
-        for server in self._servers:
-            if server.url == url.rstrip("/"):
-                server.version = version
+    def confirmed(self, url: str, version: int, adapter: str | None = None) -> None:
+        """Note that the server at `url` said it serves `version`: from now on an older answer of it is an error.
+
+        With `adapter`, requests ask for it by that name.
+        """
+        self._replicas.confirmed(url, version, adapter)
 
     async def start(self) -> None:
         """Wait until every server is healthy, and ask each for its context limit and version.
@@ -79,7 +77,7 @@ class HttpEngine:
         """
         try:
             async with TaskSet("the starts of the engine servers") as tasks:
-                for server in self._servers:
+                for server in self._replicas.all:
                     tasks.start(self._greet(server), server.url)
         except BaseException:
             await self._client.close()
@@ -96,54 +94,66 @@ class HttpEngine:
             raise EngineError(
                 f"a request needs a prompt and room for a token; got {len(prompt_ids)} ids, max_tokens={sampling.max_tokens}"
             )
-        server = self._server_of(session)
-        room = None if server.context_limit is None else server.context_limit - len(prompt_ids)
-        if room is not None and room < 1:
-            raise EngineError(
-                f"a prompt of {len(prompt_ids)} ids leaves no room in the context of {server.context_limit} at {server.url}"
-            )
-        if room is not None and room < sampling.max_tokens:
-            sampling = replace(sampling, max_tokens=room)
-        before = server.version
-        server.under_way += 1
-        try:
-            answer = await self._client.ask(
-                "POST",
-                server.url + GENERATE,
-                request_body(prompt_ids, sampling),
-                limit_s=self._request_deadline_s,
-                headers=None if session is None else {SESSION_HEADER: session},
-            )
-            completion = read_answer(answer)
-        except AskError as error:
-            if error.kind == NonFiniteError.__name__:
-                raise NonFiniteError(f"{server.url}: {error.reason}") from error
-            raise EngineError(f"an engine server failed a request: {error}") from error
-        except ValueError as error:
-            raise EngineError(f"an engine server answered what is no completion: {server.url}: {error}") from error
-        finally:
-            server.under_way -= 1
-        _refuse_older(server, completion, before)
-        server.version = max(server.version or 0, completion.policy_versions[-1])
-        return completion
+        for lost in self._replicas.to_look_at():
+            await self._look(lost)
+        tried: dict[str, _LostError] = {}
+        while (server := self._replicas.choose(session, without=tried)) is not None:
+            try:
+                return await self._generate_at(server, prompt_ids, sampling, session)
+            except _LostError as error:
+                self._replicas.lose(server, str(error))
+                _log.warning("%s; no request goes there until it is back", error)
+                tried[server.url] = error
+        if tried:
+            raise EngineError(str(next(reversed(tried.values()))))
+        raise EngineError(f"no engine server can answer: {self._replicas.why_none()}")
 
     async def stop(self) -> None:
         """Close the connections; the servers go on."""
         self._started = False
         await self._client.close()
 
-    def _server_of(self, session: str | None) -> _Server:
-        server = None if session is None else self._sessions.get(session)
-        if server is None:
-            server = min(self._servers, key=lambda one: one.under_way)
-        if session is not None:
-            self._sessions[session] = server
-            self._sessions.move_to_end(session)
-            if len(self._sessions) > MOST_SESSIONS:
-                self._sessions.popitem(last=False)
-        return server
+    async def _generate_at(
+        self, server: Replica, prompt_ids: tuple[int, ...], sampling: SamplingParams, session: str | None
+    ) -> Completion:
+        sampling = _within_context(server, prompt_ids, sampling)
+        before, adapter = server.version, server.adapter
+        body = request_body(prompt_ids, sampling, version=before or 0, model=adapter)
+        headers = None if session is None else {SESSION_HEADER: session}
+        server.under_way += 1
+        try:
+            answer = await self._client.ask(
+                "POST", server.url + GENERATE, body, limit_s=self._request_deadline_s, headers=headers
+            )
+            completion = read_answer(answer, version=before or 0, adapter=adapter)
+        except AskError as error:
+            if error.kind == NonFiniteError.__name__:
+                raise NonFiniteError(f"{server.url}: {error.reason}") from error
+            lost = error.status is None or (error.status >= 500 and not await self._is_healthy(server))
+            raise (_LostError if lost else EngineError)(f"an engine server failed a request: {error}") from error
+        except ValueError as error:
+            raise EngineError(f"an engine server answered what is no completion: {server.url}: {error}") from error
+        finally:
+            server.under_way -= 1
+        self._refuse_other_weights(server, completion, before)
+        server.version = max(server.version or 0, completion.policy_versions[-1])
+        return completion
 
-    async def _greet(self, server: _Server) -> None:
+    def _refuse_other_weights(self, server: Replica, completion: Completion, before: int | None) -> None:
+        """Raise EngineError for tokens of weights older than the server had confirmed, or newer than any push brought."""
+        oldest, newest = min(completion.policy_versions), max(completion.policy_versions)
+        if before is not None and oldest < before:
+            raise _LostError(
+                f"{server.url} sampled with weights of version {oldest} after it had confirmed version {before}: it was "
+                "restarted with old weights"
+            )
+        if self._replicas.newest is not None and newest > self._replicas.newest:
+            raise EngineError(
+                f"{server.url} sampled with weights of version {newest}, and this run has pushed {self._replicas.newest} at "
+                "most: another run pushes to it"
+            )
+
+    async def _greet(self, server: Replica) -> None:
         said = "it was not asked yet"
         try:
             async with deadline(self._start_deadline_s, f"the engine server at {server.url} to be healthy"):
@@ -161,20 +171,48 @@ class HttpEngine:
         try:
             models: Any = await self._client.ask("GET", f"{server.url}/v1/models", limit_s=ASK_S)
             limit = models["data"][0].get("max_model_len")
-            label = (await self._client.ask("GET", f"{server.url}/weight_info", limit_s=ASK_S))["weight_version"]
             server.context_limit = limit if isinstance(limit, int) else None
-            server.version = None if label == DEFAULT_LABEL else read_label(label)
+            server.version = await self._served_version(server, ASK_S)
         except AskError as error:
             raise EngineError(f"an engine server can't be used: {error}") from error
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise EngineError(f"{server.url} does not answer as an engine server does ({error})") from error
 
+    async def _served_version(self, server: Replica, limit_s: float) -> int | None:
+        """What it says its weights are; None before it got any. Raises ValueError for a label that no push gave."""
+        try:
+            label = (await self._client.ask("GET", f"{server.url}/weight_info", limit_s=limit_s))["weight_version"]
+        except AskError as error:
+            if error.status != 404:
+                raise
+            # vLLM before 0.28 knows no versions; our extension does.
+            asked = await self._client.ask("POST", server.url + RPC, {"method": "polyturn_state"}, limit_s=limit_s)
+            label = asked["results"][0]["weight_version"]
+        return None if label in (DEFAULT_LABEL, BROKEN_LABEL) else read_label(label)
 
-def _refuse_older(server: _Server, completion: Completion, before: int | None) -> None:
-    """Raise EngineError when tokens are from weights older than those that the server had confirmed before it was asked."""
-    oldest = min(completion.policy_versions)
-    if before is not None and oldest < before:
+    async def _look(self, server: Replica) -> None:
+        """Ask a lost server whether it is back."""
+        try:
+            await self._client.ask("GET", f"{server.url}/health", limit_s=LOOK_S)
+            back = self._replicas.back(server, await self._served_version(server, LOOK_S))
+        except (AskError, DeadlineError, LookupError, TypeError, ValueError):
+            return
+        if back:
+            _log.warning("%s is back, with the current weights", server.url)
+
+    async def _is_healthy(self, server: Replica) -> bool:
+        try:
+            await self._client.ask("GET", f"{server.url}/health", limit_s=LOOK_S)
+        except (AskError, DeadlineError):
+            return False
+        return True
+
+
+def _within_context(server: Replica, prompt_ids: Sequence[int], sampling: SamplingParams) -> SamplingParams:
+    """`sampling` with what the context has left. Raises EngineError when that is nothing."""
+    room = None if server.context_limit is None else server.context_limit - len(prompt_ids)
+    if room is not None and room < 1:
         raise EngineError(
-            f"{server.url} sampled with weights of version {oldest} after it had confirmed version {before}: it was restarted "
-            "with old weights"
+            f"a prompt of {len(prompt_ids)} ids leaves no room in the context of {server.context_limit} at {server.url}"
         )
+    return replace(sampling, max_tokens=room) if room is not None and room < sampling.max_tokens else sampling

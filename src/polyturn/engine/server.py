@@ -19,10 +19,10 @@ from aiohttp import web
 
 from polyturn.engine.hf import AbortedError, HfEngine, PauseMode
 from polyturn.engine.weight_routes import WeightRoutes
-from polyturn.engine.wire import DEFAULT_LABEL, GENERATE, answer_body, read_request
+from polyturn.engine.wire import GENERATE, answer_body, read_request
 from polyturn.errors import ConfigError, EngineError, PolyturnError
 from polyturn.processes.http_words import bears_token, is_loopback
-from polyturn.weight_sync.nccl import WEIGHTS_ROUTE
+from polyturn.weight_sync.labels import DEFAULT_LABEL, WEIGHTS_ROUTE
 
 MOST_BYTES = 64 << 20
 """Of a request's body."""

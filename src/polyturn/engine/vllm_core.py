@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from polyturn.engine import vllm_plain
-from polyturn.engine.vllm_weights import named_views
+from polyturn.engine.vllm_tensors import UnknownLayerError, held_tensors
 from polyturn.errors import EngineError, MissingDependencyError
 from polyturn.types import SamplingParams
 
@@ -97,7 +97,6 @@ class VllmCore:
         config = self._engine.vllm_config
         self.max_model_len = int(config.model_config.max_model_len)
         self.vocab_size = int(config.model_config.get_vocab_size())
-        self._tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
         self._open: set[str] = set()
         self._device, self._on_gpu = device, device.type == "cuda"
         # Nothing of what is there by now will be garbage: looking through all of it again and again stops every thread.
@@ -175,8 +174,21 @@ class VllmCore:
         return found
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights by the names of transformers, as views. Raises EngineError."""
-        return named_views(self.model, tied=self._tied)
+        """All weights by the names of transformers, as views: whoever fills them has replaced all that vLLM computes with.
+
+        Raises EngineError for one that can't be seen as it is, such as of a layer that packs its weights.
+        """
+        try:
+            found = dict(held_tensors(self.model))
+        except UnknownLayerError as error:
+            raise EngineError(f"{error}, so it can't be replaced in place; use engine.kind=vllm_server") from error
+        own = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
+        for name, tensor in found.items():
+            if tensor.untyped_storage().data_ptr() not in own:
+                raise EngineError(
+                    f"vLLM keeps {name} in a form of its own, so it can't be replaced in place; use engine.kind=vllm_server"
+                )
+        return found
 
     def settle(self) -> None:
         """Wait for the GPU: whoever writes the weights works on another stream than vLLM, which reads them."""

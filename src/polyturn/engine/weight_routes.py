@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from polyturn.engine.hf import HfEngine, WeightUpdate
-from polyturn.engine.wire import DEFAULT_LABEL
 from polyturn.errors import EngineError
 from polyturn.processes.threads import in_thread, in_thread_within
 from polyturn.weight_sync.base import checksum
+from polyturn.weight_sync.labels import DEFAULT_LABEL
 from polyturn.weight_sync.transfer import InitInfo, TransferGroup, UpdateInfo, receive
 
 JOIN_GRACE_S = 1.0

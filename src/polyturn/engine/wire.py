@@ -23,10 +23,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from polyturn.types import Completion, SamplingParams
+from polyturn.weight_sync.labels import DEFAULT_LABEL
 
 GENERATE = "/inference/v1/generate"
-DEFAULT_LABEL = "default"
-"""What a server that got no weights yet calls those it has."""
 SESSION_HEADER = "X-Session-ID"
 
 
@@ -64,9 +63,16 @@ class GenerateBody(_Body):
     priority: int = 0
 
 
-def request_body(prompt_ids: Sequence[int], sampling: SamplingParams) -> dict[str, Any]:
-    """The request for one completion. Stop ids are ours only: the model's own end of text stops nothing by itself."""
+def request_body(
+    prompt_ids: Sequence[int], sampling: SamplingParams, *, version: int = 0, model: str | None = None
+) -> dict[str, Any]:
+    """The request for one completion. Stop ids are ours only: the model's own end of text stops nothing by itself.
+
+    Keys and values that a server keeps are shared among requests of one `version` only. `model` names adapters.
+    """
     return {
+        "cache_salt": f"version {version}",
+        **({} if model is None else {"model": model}),
         "token_ids": list(prompt_ids),
         "sampling_params": {
             "temperature": sampling.temperature,
@@ -156,8 +162,11 @@ def _spans(versions: Sequence[int], label: Mapping[int, str]) -> list[dict[str, 
     return spans
 
 
-def read_answer(answer: Any) -> Completion:
-    """The completion in an answer. Raises ValueError with a sentence when there is none in it."""
+def read_answer(answer: Any, *, version: int = 0, adapter: str | None = None) -> Completion:
+    """The completion in an answer, of `version` where the server does not say so itself, or was asked for an `adapter`.
+
+    Raises ValueError with a sentence when there is none in it.
+    """
     try:
         (choice,) = answer["choices"]
         ids = tuple(map(_whole, choice["token_ids"]))
@@ -165,15 +174,26 @@ def read_answer(answer: Any) -> Completion:
         if finish not in ("stop", "length"):
             raise ValueError(f"the request ended with {finish!r} instead of a completion")
         content = choice["logprobs"]["content"]
-        if [entry["token_id"] for entry in content] != list(ids):
+        if [_token_of(entry) for entry in content] != list(ids):
             raise ValueError("its log-probabilities are of other tokens than its ids")
         logprobs = tuple(float(entry["logprob"]) for entry in content)
-        versions = _versions(choice["weight_versions"], len(ids))
+        if adapter is not None and answer["model"] != adapter:
+            raise ValueError(f"it was sampled by {answer['model']!r}, and {adapter!r} was asked for")
+        # Versions of vLLM before 0.28 name none; a server with adapters names its base's.
+        told = adapter is None and "weight_versions" in choice
+        versions = _versions(choice["weight_versions"], len(ids)) if told else (version,) * len(ids)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the answer lacks what a completion needs ({type(error).__name__}: {error})") from error
     if not ids:
         raise ValueError("the answer has no token")
     return Completion(ids=ids, engine_logprobs=logprobs, policy_versions=versions, stop_reason=finish)
+
+
+def _token_of(entry: Mapping[str, Any]) -> int:
+    """The id that a log-probability is of; older vLLM writes it as the text `token_id:7`."""
+    if "token_id" in entry:
+        return _whole(entry["token_id"])
+    return int(str(entry["token"]).removeprefix("token_id:"))
 
 
 def _versions(spans: Sequence[Mapping[str, Any]], count: int) -> tuple[int, ...]:

@@ -11,19 +11,28 @@ from polyturn.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The GPU of each trainer rank and of each engine server, as `CUDA_VISIBLE_DEVICES` names them; empty: on the CPU."""
+    """The GPU of each trainer rank, and those of the engine servers, `engine.tensor_parallel_size` each, as
+    `CUDA_VISIBLE_DEVICES` names them; empty: on the CPU.
+    """
 
     trainer: tuple[str, ...] = ()
     engines: tuple[str, ...] = ()
 
 
-def place(recipe: Recipe, gpus: Sequence[str]) -> Placement:
-    """A GPU for each trainer rank and each engine server: the first ones and the last ones, unless the recipe names them.
+def num_own_servers(recipe: Recipe) -> int:
+    """Engine servers that the run starts itself."""
+    engine = recipe.engine
+    return engine.num_servers if engine.kind == "hf_server" or (engine.kind == "vllm_server" and not engine.urls) else 0
 
+
+def place(recipe: Recipe, gpus: Sequence[str]) -> Placement:
+    """GPUs for the trainer's ranks and the engine servers: the first ones and the last ones, unless the recipe names them.
+
+    A vLLM server may share the trainer's GPU where both are named and weights come by files (`lora`, `restart`).
     Raises ConfigError for GPUs that aren't there, are too few, or are given out twice.
     """
     trainer, engine = recipe.trainer, recipe.engine
-    num_engines = engine.num_servers if engine.kind == "hf_server" else 0
+    num_engines = num_own_servers(recipe) * engine.tensor_parallel_size
     _refuse_numbered_device(recipe)
     if trainer.device == "cpu" or (trainer.device == "auto" and not gpus):
         for key, devices in (("trainer.devices", trainer.devices), ("engine.devices", engine.devices)):
@@ -34,10 +43,12 @@ def place(recipe: Recipe, gpus: Sequence[str]) -> Placement:
     if not gpus:
         raise ConfigError(f"trainer.device={trainer.device} but no GPU is visible; use auto or cpu")
     _refuse_wrong_numbers("trainer", trainer.devices, trainer.num_ranks, "trainer.num_ranks", gpus)
-    _refuse_wrong_numbers("engine", engine.devices, num_engines, "engine.num_servers", gpus)
-    if trainer.num_ranks + num_engines > len(gpus):
+    servers = "engine.num_servers" + (" x engine.tensor_parallel_size" if engine.tensor_parallel_size > 1 else "")
+    _refuse_wrong_numbers("engine", engine.devices, num_engines, servers, gpus)
+    shared = set(trainer.devices or ()) & set(engine.devices or ()) if num_engines else set[int]()
+    if trainer.num_ranks + num_engines - len(shared) > len(gpus):
         needs = f"trainer.num_ranks={trainer.num_ranks}"
-        needs += f" and engine.num_servers={num_engines} need" if num_engines else " needs"
+        needs += f" and {servers}={num_engines} need" if num_engines else " needs"
         raise ConfigError(
             f"{needs} {trainer.num_ranks + num_engines} GPUs, one each, and {len(gpus)} are visible; ask for fewer, or set "
             "trainer.device=cpu"
@@ -48,7 +59,13 @@ def place(recipe: Recipe, gpus: Sequence[str]) -> Placement:
     left = tuple(number for number in free if number not in first)
     last = (engine.devices or left[len(left) - num_engines :]) if num_engines else ()
     both = sorted(set(first) & set(last))
-    if both:
+    if both and engine.kind == "vllm_server" and recipe.weight_sync.mode not in ("lora", "restart"):
+        raise ConfigError(
+            f"trainer.devices={list(first)} and engine.devices={list(last)} share GPU {both[0]}, and NCCL can't connect two "
+            f"processes on one GPU (weight_sync.mode={recipe.weight_sync.mode}); use weight_sync.mode=lora or restart, or give "
+            "each a GPU of its own"
+        )
+    if both and engine.kind != "vllm_server":
         raise ConfigError(
             f"trainer.devices={list(first)} and engine.devices={list(last)} share GPU {both[0]}; each needs one of its own"
         )

@@ -9,13 +9,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from polyturn.config.schema import Recipe
-from polyturn.launch.gpus import Placement, place
+from polyturn.engine.vllm_arguments import refuse_arguments
+from polyturn.launch.gpus import Placement, num_own_servers, place
 from polyturn.launch.specs import RoleSpec
 from polyturn.processes.gpus import VISIBLE
 from polyturn.processes.role import AGENT
 
 TRAINER_START_S = 600.0
 """Time until every rank of the trainer writes its heartbeat: starting Python, and importing torch in the agent."""
+
+ROLE_S = 30.0
+"""What the role of a vLLM server takes besides waiting for vLLM."""
 
 _SECRET = re.compile(r"(key|token|secret|passw\w*|credentials?)(_|$)", re.IGNORECASE)
 
@@ -32,26 +36,32 @@ def role_specs(
     *,
     environ: Mapping[str, str] = os.environ,
     cores: int | None = None,
+    elsewhere: bool = False,
 ) -> list[RoleSpec]:
     """The roles of a run in the order they start. `gpus` are those of `visible_gpus`, `config` is the resolved recipe's file.
 
-    Raises ConfigError for GPUs that can't be given out as the recipe says.
+    `elsewhere`: they will not start on this machine, which need not have what they need.
+    Raises ConfigError for GPUs that can't be given out as the recipe says, UserError for a vLLM that can't be started.
     """
     placement = place(recipe, gpus)
-    variables = _Variables(recipe, placement, environ, cores or _cores())
+    if recipe.engine.kind == "vllm_server" and num_own_servers(recipe):
+        variables = {**environ, **recipe.launch.env}
+        refuse_arguments(recipe, variables, on_gpu=bool(placement.engines), elsewhere=elsewhere)
+    settings = _Variables(recipe, placement, environ, cores or _cores())
+    # vLLM is awaited by its role, which can show the end of its log.
+    start_s = recipe.engine.start_deadline_s + (ROLE_S if recipe.engine.kind == "vllm_server" else 0.0)
     specs = [
-        _spec(f"environment-{number}", config, variables.of("environment"), recipe.environment.start_deadline_s, "environment")
+        _spec(f"environment-{number}", config, settings.of("environment"), recipe.environment.start_deadline_s, "environment")
         for number in range(recipe.environment.num_processes)
     ]
-    if recipe.engine.kind == "hf_server":
-        specs += [
-            _spec(f"engine-{number}", config, variables.of("engine", number), recipe.engine.start_deadline_s, "engine")
-            for number in range(recipe.engine.num_servers)
-        ]
+    specs += [
+        _spec(f"engine-{number}", config, settings.of("engine", number), start_s, "engine")
+        for number in range(num_own_servers(recipe))
+    ]
     agent = RoleSpec(
         name=AGENT,
         argv=_command(AGENT, config),
-        environment=variables.of("trainer"),
+        environment=settings.of("trainer"),
         start_deadline_s=TRAINER_START_S,
         needs=tuple(spec.name for spec in specs),
         members=tuple(f"trainer-{rank}" for rank in range(recipe.trainer.num_ranks)),
@@ -79,7 +89,7 @@ class _Variables:
         self._recipe = recipe
         self._placement = placement
         self._environ = environ
-        num_engines = recipe.engine.num_servers if recipe.engine.kind == "hf_server" else 0
+        num_engines = num_own_servers(recipe)
         self._threads = max(1, cores // (recipe.trainer.num_ranks + num_engines))
         self._talks = recipe.trainer.num_ranks > 1 or num_engines > 0
 
@@ -109,7 +119,8 @@ class _Variables:
     def _gpus(self, kind: str, number: int) -> tuple[str, ...]:
         if kind == "trainer":
             return self._placement.trainer
-        return self._placement.engines[number : number + 1] if kind == "engine" else ()
+        size = self._recipe.engine.tensor_parallel_size
+        return self._placement.engines[number * size : (number + 1) * size] if kind == "engine" else ()
 
 
 def _spec(name: str, config: Path, environment: dict[str, str], start_deadline_s: float, section: str) -> RoleSpec:

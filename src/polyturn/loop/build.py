@@ -23,6 +23,7 @@ from polyturn.errors import ConfigError, ModelError
 from polyturn.loop.check import chat_template, refuse_short_context
 from polyturn.loop.place import Place
 from polyturn.loop.tiny import ensure_tiny
+from polyturn.loop.vllm_parts import vllm_servers
 from polyturn.models.adapters import add_adapters, copy_for_sampling, frozen_weights, has_adapters, load_adapters
 from polyturn.models.folder import SMOLLM2, TINY, adapter_base, base_name, is_adapter, max_positions, model_folder
 from polyturn.models.load import load_model, round_weights, stores_float32
@@ -100,11 +101,11 @@ async def load_policy(
     if recipe.trainer.threads is not None:
         torch.set_num_threads(recipe.trainer.threads)
     path = path or recipe.model.path
-    folder = await _folder(recipe, environment, say, path)
+    folder = await policy_folder(recipe, environment, say, path)
     adapters = folder if is_adapter(folder) else None
     if adapters is not None:
         base = adapter_base(adapters)
-        folder = await _folder(recipe, environment, say, base)
+        folder = await policy_folder(recipe, environment, say, base)
     refuse_short_context(recipe, path, max_positions(folder))
     tokenizer = adapters if adapters is not None and (adapters / "tokenizer.json").is_file() else folder
     renderer = Renderer.load(tokenizer, chat_template=chat_template(recipe))
@@ -124,7 +125,8 @@ async def load_policy(
     return Policy(model=model, folder=tokenizer, renderer=renderer, exact=exact)
 
 
-async def _folder(recipe: Recipe, environment: Environment, say: Say, path: str) -> Path:
+async def policy_folder(recipe: Recipe, environment: Environment, say: Say, path: str) -> Path:
+    """The local folder of `path`; one of a model that comes with Polyturn is made when the cache doesn't hold it."""
     make = BUILTIN_MODELS.get(path)
     return model_folder(path) if make is None else await make(recipe, environment, say)
 
@@ -247,6 +249,8 @@ def build_engine_and_bridge(recipe: Recipe, policy: Policy, trainer: Trainer, pl
         )
     if recipe.engine.kind == "vllm":
         return _vllm_and_bridge(recipe, policy, trainer)
+    if recipe.engine.kind == "vllm_server":
+        return vllm_servers(recipe, trainer, place)
     urls, token = place.role.peers["engine"], place.role.token
     served = HttpEngine(
         urls,

@@ -23,6 +23,10 @@ def run_role(role: Role, recipe: Recipe) -> int:
     with taken(role) as place:
         if role.kind == "environment":
             return _play(place, recipe)
+        if role.kind == "engine" and recipe.engine.kind == "vllm_server":
+            from polyturn.loop.serve_vllm import serve_vllm_role
+
+            return serve_vllm_role(place, recipe)
         if role.kind == "engine":
             from polyturn.loop.serve import serve_engine_role
 

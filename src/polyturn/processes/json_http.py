@@ -42,8 +42,9 @@ class JsonClient:
         *,
         limit_s: float,
         headers: Mapping[str, str] | None = None,
+        text: bool = False,
     ) -> Any:
-        """The JSON of the answer, None for an empty one.
+        """The JSON of the answer, None for an empty one; with `text` what it says, JSON or not.
 
         Raises:
             AskError: no connection, an answer that is not 200, or one that is no JSON.
@@ -64,6 +65,8 @@ class JsonClient:
         if response.status != 200:
             kind, reason = _refusal(raw)
             raise AskError(url, response.status, kind, f"answered {response.status}: {reason}")
+        if text:
+            return raw.decode("utf-8", "replace")
         try:
             return json.loads(raw) if raw else None
         except (ValueError, RecursionError) as error:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from polyturn.errors import ConfigError
 from polyturn.processes.heartbeat import Heartbeat
@@ -24,7 +25,9 @@ DRIVER = "trainer-0"
 """The rank that drives a run: it saves and ends by itself when it is sent a SIGINT."""
 
 _NAME = re.compile(rf"{AGENT}|(trainer|engine|environment)-\d+")
-_FOLDER, _PEERS, _TOKEN = "POLYTURN_RUN_FOLDER", "POLYTURN_PEERS", "POLYTURN_RUN_TOKEN"
+TOKEN = "POLYTURN_RUN_TOKEN"
+"""Variable with what every request between roles must bring."""
+_FOLDER, _PEERS = "POLYTURN_RUN_FOLDER", "POLYTURN_PEERS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,7 @@ class Role:
             peers = {kind: tuple(map(str, urls)) for kind, urls in json.loads(os.environ.get(_PEERS) or "{}").items()}
         except (ValueError, AttributeError, TypeError) as error:
             raise ConfigError(f"{_PEERS} must be a JSON object of lists of addresses: {error}") from error
-        return cls(name=name, folder=Path(folder), peers=peers, token=os.environ.get(_TOKEN) or None)
+        return cls(name=name, folder=Path(folder), peers=peers, token=os.environ.get(TOKEN) or None)
 
     @property
     def kind(self) -> str:
@@ -72,14 +75,15 @@ class Role:
         """The heartbeat of this role, to be used as a context manager for as long as it lives."""
         return Heartbeat(heartbeat_file(self.folder, self.name), self.name)
 
-    def announce(self, address: str) -> None:
-        """Say that this role now serves at `address`."""
-        write_whole(address_file(self.folder, self.name), json.dumps({"address": address, "pid": os.getpid()}))
+    def announce(self, address: str, *, control: str | None = None) -> None:
+        """Say that this role now serves at `address`, and takes orders at `control`, where that is another one."""
+        told = {"address": address, "pid": os.getpid(), "control": control}
+        write_whole(address_file(self.folder, self.name), json.dumps(told))
 
 
 def role_environment(folder: Path, peers: Mapping[str, Sequence[str]], token: str) -> dict[str, str]:
     """The variables that describe a role's place, for the environment of its process."""
-    return {_FOLDER: str(folder.resolve()), _PEERS: json.dumps({k: list(v) for k, v in peers.items()}), _TOKEN: token}
+    return {_FOLDER: str(folder.resolve()), _PEERS: json.dumps({k: list(v) for k, v in peers.items()}), TOKEN: token}
 
 
 def heartbeat_file(folder: Path, name: str) -> Path:
@@ -94,8 +98,20 @@ def address_file(folder: Path, name: str) -> Path:
 
 def read_address(folder: Path, name: str) -> str | None:
     """Where the role `name` serves; None while it does not."""
+    told = _announced(folder, name)
+    return None if told is None else str(told["address"])
+
+
+def read_control(folder: Path, name: str) -> str | None:
+    """Where the role `name` takes orders; None while it doesn't serve, or takes none."""
+    told = _announced(folder, name)
+    return None if told is None or told.get("control") is None else str(told["control"])
+
+
+def _announced(folder: Path, name: str) -> dict[str, Any] | None:
     try:
         text = address_file(folder, name).read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-    return str(json.loads(text)["address"])
+    found: dict[str, Any] = json.loads(text)
+    return found

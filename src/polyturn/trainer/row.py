@@ -85,3 +85,23 @@ class RowsOnDemand(Sequence[RowTensors]):
         if index not in self._brought:
             self._brought[index] = self._bring(self._rows[index])
         return self._brought[index]
+
+
+def one_sample(prompt: Sequence[int], ids: Sequence[int], device: torch.device) -> RowTensors:
+    """A row of one sample whose `ids` are scored, at temperature 1."""
+    whole, num_ids = [*prompt, *ids], len(ids)
+    zeros = torch.zeros(num_ids, device=device)
+    positions_T = torch.arange(len(whole), device=device)
+    return RowTensors(
+        input_ids_T=torch.tensor(whole, device=device),
+        position_ids_T=positions_T,
+        cu_seqlens_S=torch.tensor([0, len(whole)], dtype=torch.int32, device=device),
+        longest=len(whole),
+        predicting_N=positions_T[len(prompt) - 1 : -1],
+        targets_N=torch.tensor(list(ids), device=device),
+        temperature_N=zeros + 1,
+        advantages_N=zeros,
+        engine_logprobs_N=zeros,
+        trajectory_index_N=zeros.long(),
+        turn_index_N=zeros.long(),
+    )

@@ -24,7 +24,7 @@ from polyturn.trainer.optimizer import build_optimizer, clip, learning_rate_at
 from polyturn.trainer.ranks import Alone, Ranks
 from polyturn.trainer.record import Record
 from polyturn.trainer.reference import present, reference_of, without_gradient
-from polyturn.trainer.row import RowsOnDemand, RowTensors, to_device, to_tensors
+from polyturn.trainer.row import RowsOnDemand, RowTensors, one_sample, to_device, to_tensors
 from polyturn.trainer.scorer import Scorer, refuse_mixed_samples
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.shares import Share, from_bytes, share_out, to_bytes
@@ -83,6 +83,12 @@ class Trainer:
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Every tensor that a push has to bring to an engine, by name: all of them, or the adapters where those are trained."""
         return pushed_weights(self.model)
+
+    def logprobs_of(self, prompt: Sequence[int], ids: Sequence[int]) -> list[float]:
+        """Log-probabilities of `ids` after `prompt`, at temperature 1."""
+        self.model.eval()
+        (logprobs_N,) = without_gradient(self._score, [one_sample(prompt, ids, self._device)])
+        return [float(value) for value in logprobs_N]
 
     def train(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
         """All optimizer steps of one training step: `num_iterations` passes over `batches`, one step each.

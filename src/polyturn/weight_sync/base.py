@@ -80,14 +80,19 @@ def check_coverage(source: Mapping[str, torch.Tensor], target: Mapping[str, torc
             )
 
 
-def checksum(tensor: torch.Tensor) -> int:
-    """A 64-bit sum over the bits of a tensor, weighted by place, so that swapped or changed values show."""
+def checksum(tensor: torch.Tensor, *, signed_zeros: bool = True) -> int:
+    """A 64-bit sum over the bits of a tensor, weighted by place, so that swapped or changed values show.
+
+    Without `signed_zeros` a negative zero counts as a zero: whoever can only multiply with a tensor can't tell them apart.
+    """
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[tensor.element_size()]
-    flat = tensor.detach().contiguous().reshape(-1).view(words)
+    flat = tensor.detach().contiguous().reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), _CHUNK_WORDS):
-        chunk = flat[start : start + _CHUNK_WORDS].to(torch.int64)
-        places = _place_weights(start, len(chunk), chunk.device) if start else _first_places(len(chunk), chunk.device)
+        values = flat[start : start + _CHUNK_WORDS]
+        chunk = (values if signed_zeros or not values.is_floating_point() else values + 0.0).view(words).to(torch.int64)
+        first = start * len(chunk) // len(values)
+        places = _place_weights(first, len(chunk), chunk.device) if first else _first_places(len(chunk), chunk.device)
         total += chunk.mul_(places).sum()
     return int(total)
 

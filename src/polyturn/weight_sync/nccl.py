@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,16 +26,20 @@ from polyturn.processes.json_http import AskError, JsonClient
 from polyturn.processes.tasks import TaskSet
 from polyturn.processes.threads import in_thread
 from polyturn.weight_sync.base import WeightSource, check_coverage, check_sums
+from polyturn.weight_sync.labels import DEFAULT_LABEL
+from polyturn.weight_sync.probe import Probe
+from polyturn.weight_sync.servers import Described, WeightServer
 from polyturn.weight_sync.transfer import BUCKET_BYTES, InitInfo, TransferError, TransferGroup, UpdateInfo, listen, send
 
-WEIGHTS_ROUTE = "/polyturn/weights"
-"""Ours: names, types and shapes of a server's weights, and their checksums when asked for. vLLM's routes have no such."""
 RESUME_S = 2.0
 """How long a server may take to resume after a push that failed."""
+LOOK_S = 5.0
+"""How long a server may take to say that it is there, where a push may go without it."""
 REASON_S = 2.0
 """How long a server may take to say why a broadcast failed. What the sender sees of it names no server."""
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class NcclBridge:
@@ -43,7 +47,8 @@ class NcclBridge:
 
     `token` is the servers' bearer token. `host` is the address of this machine where they find the group's store. Checksums
     are compared at the first push and at every `verify_every`-th. `on_confirmed(url, version)` hears what each server serves
-    after a push.
+    after a push, before it answers requests again. With `may_miss` a push leaves out servers that can't be reached, as long as
+    there is one, and brings those back that were restarted. `probe` is for servers of an architecture without checksums.
     """
 
     def __init__(
@@ -57,8 +62,11 @@ class NcclBridge:
         host: str = "127.0.0.1",
         bucket_bytes: int = BUCKET_BYTES,
         on_confirmed: Callable[[str, int], None] | None = None,
+        may_miss: bool = False,
+        probe: Probe | None = None,
     ) -> None:
         self._urls = [url.rstrip("/") for url in urls]
+        self._may_miss = may_miss and len(urls) > 1
         self._source = source
         self._verify_every = verify_every
         self._deadline_s = deadline_s
@@ -66,8 +74,14 @@ class NcclBridge:
         self._bucket_bytes = bucket_bytes
         self._on_confirmed = on_confirmed or (lambda url, version: None)
         self._client = JsonClient(token)
+        self._all = {url: WeightServer(url, self._client, limit_s=deadline_s) for url in self._urls}
+        self._servers = self._all
+        """Those of the push under way."""
         self._group: TransferGroup | None = None
         self._shapes: dict[str, torch.Tensor] = {}
+        self._aliases: dict[str, str] = {}
+        self._unknown: str | None = None
+        self._probe = probe
         self._confirmed: int | None = None
         self._pushes = 0
         self._phase, self._tensor = "", ""
@@ -93,8 +107,6 @@ class NcclBridge:
             raise
         self._pushes += 1
         self._confirmed = version
-        for url in self._urls:
-            self._on_confirmed(url, version)
 
     async def close(self) -> None:
         """Leave the group and close the connections. A later push meets anew."""
@@ -107,6 +119,8 @@ class NcclBridge:
         weights = self._source.weights()
         verify = self._pushes % self._verify_every == 0
         self._wrong = set()
+        if self._may_miss:
+            verify |= await self._look(version)
         if self._group is None:
             await self._meet(weights, version)
         else:
@@ -114,32 +128,48 @@ class NcclBridge:
             await self._check_labels(version)
         self._paused = True
         await self._ask_all("pause", "POST", "/pause?mode=keep", version)
-        await self._ask_all("start", "POST", "/start_weight_update", version)
+        await self._each("start", WeightServer.start, version)
         sums = await self._update(version, verify)
         await self._ask_all("finish", "POST", "/finish_weight_update", version, {"weight_version": str(version)})
-        for url, answer in zip(self._urls, await self._ask_all("confirm", "GET", "/weight_info", version), strict=True):
-            if answer["weight_version"] != str(version):
-                raise WeightSyncError(
-                    f"weight push {version} was not confirmed: the engine serves version {answer['weight_version']} at {url}"
-                )
-        if verify:
+        for url, label in zip(self._urls, await self._each("confirm", WeightServer.label, version), strict=True):
+            if label != str(version):
+                raise WeightSyncError(f"weight push {version} was not confirmed: the engine serves version {label} at {url}")
+        if verify and self._unknown is None:
             await self._compare(sums, version)
-        await self._ask_all("reset the prefix cache", "POST", "/reset_prefix_cache", version)
+        await self._forget_prefixes(version)
+        for url in self._urls:
+            self._on_confirmed(url, version)
         await self._ask_all("resume", "POST", "/resume", version)
         self._paused = False
+        if self._unknown is not None and self._probe is not None:
+            probe = self._probe
+            await self._each(
+                "probe", lambda one: probe.check(self._client, one.url, version, limit_s=self._deadline_s), version
+            )
 
     async def _meet(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Learn what the servers' weights look like, refuse what does not fit, and open the group."""
-        told = await self._ask_all("meet", "GET", WEIGHTS_ROUTE, version)
-        shapes = [UpdateInfo.from_json(answer["weights"]).tensors() for answer in told]
+        told = await self._each("meet", WeightServer.describe, version)
+        shapes = [one.weights.tensors() for one in told]
+        self._unknown = next((one.unknown for one in told if one.unknown is not None), None)
+        if self._unknown is not None:
+            _log.warning(
+                "%s; what the servers hold can't be compared, so they are sent all of the trainer's tensors, and the "
+                "log-probabilities of a few tokens are compared after each push",
+                self._unknown,
+            )
+            shapes = [{name: tensor.to("meta") for name, tensor in weights.items()}] * len(told)
         for url, theirs in zip(self._urls, shapes, strict=True):
             check_coverage(weights, theirs)
             if any(theirs[name].dtype != like.dtype for name, like in shapes[0].items()):
                 raise WeightSyncError(f"{url} and {self._urls[0]} hold their weights in different types; give them one")
         # The trainer's order is the model's, and the engines' types are what they need.
         self._shapes = {name: shapes[0][name] for name in weights}
+        self._aliases = _shared_aliases(weights, told, self._urls)
+        # Whoever pushed before may have ended in the middle of it.
+        await self._each("meet", WeightServer.put_back, version)
         sizes = [answer["world_size"] for answer in await self._ask_all("meet", "GET", "/get_world_size", version)]
-        on_gpus = all(answer["device"] == "cuda" for answer in told) and next(iter(weights.values())).device.type == "cuda"
+        on_gpus = all(one.device == "cuda" for one in told) and next(iter(weights.values())).device.type == "cuda"
         device = next(iter(weights.values())).device if on_gpus else torch.device("cpu")
         listener = listen(self._host)
         info = partial(
@@ -158,15 +188,40 @@ class NcclBridge:
             )
             for place, url in enumerate(self._urls):
                 body = {"init_info": info(rank_offset=1 + sum(sizes[:place])).to_json()}
-                tasks.start(self._ask("POST", url, "/init_weight_transfer_engine", version, body), url)
+                joins = self._servers[url].ask("POST", "/init_weight_transfer_engine", body)
+                tasks.start(self._asking(url, joins, version), url)
         self._group = joining.result()
+
+    async def _look(self, version: int) -> bool:
+        """Choose who takes part: whoever can be reached. Whether that changed, or one has the weights of its start again."""
+        self._at("look", list(self._all))
+        labels: dict[str, str] = {}
+
+        async def look(url: str, server: WeightServer) -> None:
+            try:
+                async with deadline(LOOK_S, f"{url} to say what it serves"):
+                    await server.ask("GET", "/health")
+                    labels[url] = str(self._confirmed) if server.kind is None else await server.label()
+            except (AskError, WeightSyncError, DeadlineError) as error:
+                _log.warning("weight push %d goes without %s: %s", version, url, error)
+
+        await asyncio.gather(*(look(url, server) for url, server in self._all.items()))
+        if not labels:
+            raise WeightSyncError(f"weight push {version} failed in look: none of {', '.join(self._all)} can be reached")
+        there = [url for url in self._all if url in labels]
+        anew = [url for url in there if self._confirmed is not None and labels[url] == DEFAULT_LABEL]
+        if not anew and there == self._urls:
+            return False
+        self._urls, self._servers = there, {url: self._all[url] for url in there}
+        await self._leave()
+        return True
 
     async def _check_labels(self, version: int) -> None:
         """Every server must still serve what the last push brought: one that does not is another one."""
-        for url, answer in zip(self._urls, await self._ask_all("check", "GET", "/weight_info", version), strict=True):
-            if answer["weight_version"] != str(self._confirmed):
+        for url, label in zip(self._urls, await self._each("check", WeightServer.label, version), strict=True):
+            if label != str(self._confirmed):
                 raise WeightSyncError(
-                    f"{url} serves weights {answer['weight_version']!r} before push {version}, and it had confirmed version "
+                    f"{url} serves weights {label!r} before push {version}, and it had confirmed version "
                     f"{self._confirmed}: it was restarted with old weights, or another run pushes to it"
                 )
 
@@ -174,15 +229,17 @@ class NcclBridge:
         """Send all tensors, while every server receives them. Returns their checksums when asked to verify."""
         assert self._group is not None, "the servers are met before anything is sent"
         sums: dict[str, int] = {}
+        coming = {name: like for name, like in self._shapes.items() if name not in self._aliases}
         sending = partial(
             send,
             self._group,
             self._source,
-            self._shapes,
+            coming,
             bucket_bytes=self._bucket_bytes,
             until=time.monotonic() + self._deadline_s,
             say=partial(setattr, self, "_tensor"),
             sums=sums if verify else None,
+            signed_zeros=all(server.kind != "vllm" for server in self._servers.values()),
         )
 
         async def to_all() -> None:
@@ -193,37 +250,52 @@ class NcclBridge:
                 raise WeightSyncError(f"weight push {version} failed in update, at {self._tensor}: {error}") from error
 
         self._at("update", self._urls)
-        body = {"update_info": UpdateInfo.of(self._shapes).to_json()}
+        told = UpdateInfo.of(coming)
         async with TaskSet("the members of a weight push") as tasks:
             tasks.start(to_all(), "the sender")
-            for url in self._urls:
-                tasks.start(self._ask("POST", url, "/update_weights", version, body), url)
+            for url, server in self._servers.items():
+                tasks.start(self._asking(url, server.update(told, version), version), url)
         self._tensor = ""
-        return sums
+        return sums | {alias: sums[name] for alias, name in self._aliases.items() if name in sums}
 
     async def _compare(self, sums: Mapping[str, int], version: int) -> None:
-        answers = await self._ask_all("checksums", "GET", f"{WEIGHTS_ROUTE}?checksums=true", version)
         errors = []
-        for url, answer in zip(self._urls, answers, strict=True):
+        for url, theirs in zip(self._urls, await self._each("checksums", WeightServer.checksums, version), strict=True):
             try:
-                check_sums(sums, {name: int(total) for name, total in answer["checksums"].items()}, version, f" at {url}")
+                check_sums(sums, theirs, version, f" at {url}")
             except WeightSyncError as error:
                 self._wrong.add(url)
                 errors.append(error)
         if errors:
             raise errors[0]
 
+    async def _forget_prefixes(self, version: int) -> None:
+        """Drop keys and values of older weights. Requests that wait start over, since theirs are among them."""
+        path = "/reset_prefix_cache?reset_running_requests=true"
+        for url, answer in zip(self._urls, await self._ask_all("reset the prefix cache", "POST", path, version), strict=True):
+            # Versions of vLLM before 0.32 answer nothing.
+            if answer is not None and not answer.get("success", True):
+                self._wrong.add(url)
+                raise WeightSyncError(
+                    f"after push {version} {url} did not reset its prefix cache; it would answer from keys and values of older "
+                    "weights"
+                )
+
     # ── asking ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _ask_all(self, phase: str, method: str, path: str, version: int, body: object = None) -> list[Any]:
+        return await self._each(phase, lambda server: server.ask(method, path, body), version)
+
+    async def _each(self, phase: str, act: Callable[[WeightServer], Coroutine[Any, Any, T]], version: int) -> list[T]:
+        """What every server says, all asked at once."""
         self._at(phase, self._urls)
-        async with TaskSet(f"the servers' answers to {path}") as tasks:
-            answers = [tasks.start(self._ask(method, url, path, version, body), url) for url in self._urls]
+        async with TaskSet(f"the servers' answers in {phase}") as tasks:
+            answers = [tasks.start(self._asking(url, act(one), version), url) for url, one in self._servers.items()]
         return [answer.result() for answer in answers]
 
-    async def _ask(self, method: str, url: str, path: str, version: int, body: object = None) -> Any:
+    async def _asking(self, url: str, question: Coroutine[Any, Any, T], version: int) -> T:
         try:
-            answer = await self._client.ask(method, url + path, body, limit_s=self._deadline_s)
+            answer = await question
         except AskError as error:
             tensor = f", at {self._tensor}" if self._tensor else ""
             raise WeightSyncError(f"weight push {version} failed in {self._phase}{tensor}: {error}") from error
@@ -242,13 +314,16 @@ class NcclBridge:
         silent: list[str] = []
 
         async def resume(url: str) -> None:
-            method, path = ("POST", "/resume") if paused and url not in self._wrong else ("GET", "/health")
+            server = WeightServer(url, self._client, limit_s=RESUME_S)
+            server.kind = self._servers[url].kind
             try:
-                await self._client.ask(method, url + path, limit_s=RESUME_S)
+                async with deadline(RESUME_S, f"{url} to resume"):
+                    whole = paused and url not in self._wrong and await server.put_back()
+                    await (server.ask("POST", "/resume") if whole else server.ask("GET", "/health"))
             except DeadlineError:
                 silent.append(url)
-                _log.warning("after a weight push that failed, %s does not answer %s", url, path)
-            except AskError as error:
+                _log.warning("after a weight push that failed, %s does not answer", url)
+            except (AskError, WeightSyncError) as error:
                 _log.warning("after a weight push that failed, %s", error)
 
         await asyncio.gather(self._leave(), *map(resume, self._urls))
@@ -258,3 +333,13 @@ class NcclBridge:
         group, self._group = self._group, None
         if group is not None:
             await group.leave()
+
+
+def _shared_aliases(weights: Mapping[str, torch.Tensor], told: Sequence[Described], urls: Sequence[str]) -> dict[str, str]:
+    """Tensors that are another one on all sides, and need not be sent. Raises WeightSyncError where only a server ties them."""
+    for url, one in zip(urls, told, strict=True):
+        for alias, name in one.aliases.items():
+            if weights[alias].data_ptr() != weights[name].data_ptr():
+                raise WeightSyncError(f"{url} holds {alias} and {name} as one tensor, and the trainer as two; they'd differ")
+    common = [set(one.aliases.items()) for one in told]
+    return dict(set.intersection(*common))

@@ -234,9 +234,10 @@ class TransferGroup:
     async def leave(self) -> None:
         """Leave: peers that wait for this rank fail. What hangs here goes on in its thread, until its own deadline."""
         with contextlib.suppress(DeadlineError):
-            await in_thread_within(LEAVE_S, "a weight transfer group to be left", self._cut)
+            await in_thread_within(LEAVE_S, "a weight transfer group to be left", self.cut)
 
-    def _cut(self) -> None:
+    def cut(self) -> None:
+        """Leave, and wait for it however long it takes; `leave` is for whoever can't."""
         group, self._group = self._group, None
         if self._backend == "nccl" and group is not None:
             group.abort()
@@ -252,8 +253,10 @@ def send(
     until: float,
     say: Callable[[str], None],
     sums: dict[str, int] | None = None,
+    signed_zeros: bool = True,
 ) -> None:
-    """Send every tensor of `shapes` (meta tensors), as the type it has there; blocks. Fills `sums` with their checksums.
+    """Send every tensor of `shapes` (meta tensors), as the type it has there; blocks. Fills `sums` with their checksums, with
+    or without the signs of zeros.
 
     A bucket is gathered whole before any of it is sent. `say` hears the first tensor of the bucket that is waited for.
     Raises TransferError.
@@ -271,7 +274,9 @@ def send(
             say(names[0])
             tensors = [tensor.detach().to(shapes[name].dtype) for name, tensor in source.gather(names).items()]
             if sums is not None:
-                sums.update({name: checksum(tensor) for name, tensor in zip(names, tensors, strict=True)})
+                sums.update(
+                    (name, checksum(tensor, signed_zeros=signed_zeros)) for name, tensor in zip(names, tensors, strict=True)
+                )
             bucket = pack(tensors, group.device)
             if len(sent) == NUM_BUFFERS:
                 wait_for_first()

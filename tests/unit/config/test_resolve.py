@@ -393,3 +393,51 @@ def test_what_vllm_in_this_process_leaves_open():
 def test_what_vllm_in_this_process_can_not_do(sections, sentence):
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         resolve(recipe(**sections), num_train_tasks=None)
+
+
+# ── vLLM servers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def on_vllm(mode="auto", lora=False, **engine) -> Recipe:
+    model = {"path": "builtin:tiny"} | ({"lora": {}} if lora else {})
+    return recipe(model=model, engine={"kind": "vllm_server"} | engine, weight_sync={"mode": mode})
+
+
+@pytest.mark.parametrize(
+    ("made", "mode", "why"),
+    [
+        (on_vllm(), "nccl", "they go over a process group"),
+        (on_vllm(lora=True), "lora", "adapters are small and go as files"),
+        (on_vllm("restart"), "restart", None),
+        (on_vllm("nccl", urls=["http://h:1"]), "nccl", None),
+        (on_vllm(lora=True, urls=["http://h:1"]), "lora", "adapters"),
+    ],
+)
+def test_how_weights_reach_vllm_servers(made, mode, why):
+    resolved = resolve(made, num_train_tasks=None)
+    assert resolved.recipe.weight_sync.mode == mode
+    assert (why is None) == ("weight_sync.mode" not in resolved.reasons)
+    assert why is None or why in resolved.reasons["weight_sync.mode"]
+    assert resolved.recipe.algorithm.loss_options.sampler_correction == "tis"
+    assert "vLLM computes in another order" in resolved.reasons["algorithm.loss_options.sampler_correction"]
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (on_vllm("in_process"), "all weights are trained; use nccl, restart or auto"),
+        (on_vllm("lora"), "all weights are trained; use nccl, restart or auto"),
+        (on_vllm("nccl", lora=True), r"adapters are trained \(model\.lora\); use lora or auto"),
+        (on_vllm("restart", urls=["http://h:1"]), "only servers that the run started are restarted"),
+    ],
+)
+def test_how_they_can_not(made, said):
+    with pytest.raises(ConfigError, match=said):
+        resolve(made, num_train_tasks=None)
+
+
+def test_a_push_by_restart_has_the_time_of_a_start():
+    resolved = resolve(on_vllm("restart", start_deadline_s=200.0), num_train_tasks=None)
+    assert resolved.recipe.weight_sync.deadline_s == 260.0
+    assert "a push is a start" in resolved.reasons["weight_sync.deadline_s"]
+    assert resolve(on_vllm(), num_train_tasks=None).recipe.weight_sync.deadline_s == 60.0

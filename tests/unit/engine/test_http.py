@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from parts.served import TOKEN, Served, until
-from polyturn.engine import http as http_module
+from polyturn.engine import replicas as replicas_module
 from polyturn.engine.hf import HfEngine
 from polyturn.engine.http import HttpEngine
 from polyturn.errors import ConfigError, DeadlineError, EngineError, NonFiniteError
@@ -74,17 +74,80 @@ async def test_requests_without_a_session_are_spread(three):
 
 
 async def test_only_so_many_sessions_are_remembered(three, monkeypatch):
-    monkeypatch.setattr(http_module, "MOST_SESSIONS", 4)
+    monkeypatch.setattr(replicas_module, "MOST_SESSIONS", 4)
     for place in range(10):
         await three.generate((0, 7), ASK, session=f"s{place}")
-    assert list(three.client._sessions) == ["s6", "s7", "s8", "s9"]
+    assert list(three.client._replicas._sessions) == ["s6", "s7", "s8", "s9"]
 
 
-async def test_a_dead_server_is_named_at_once(three):
-    await three.servers[0].stop()
-    with pytest.raises(EngineError, match=rf"{three.urls[0]}/inference/v1/generate can't be reached"):
+async def test_what_a_dead_server_does_not_answer_another_one_does(three):
+    counts = count_requests(three)
+    asked = await three.generate((0, 7), ASK, session="s")
+    place = next(place for place, count in enumerate(counts) if count)
+    await three.servers[place].stop()
+    again = await three.generate((0, 7), ASK, session="s")
+    assert again.ids == asked.ids
+    await asyncio.gather(*(three.generate((0, 7), ASK) for _ in range(4)))
+    assert counts[place].total() == 1
+    assert [one.lost is not None for one in three.client._replicas.all] == [other == place for other in range(3)]
+    assert [one.under_way for one in three.client._replicas.all] == [0, 0, 0]
+
+
+async def test_the_last_dead_server_is_named_at_once(three):
+    for server in three.servers:
+        await server.stop()
+    with pytest.raises(EngineError, match=rf"{three.urls[2]}/inference/v1/generate can't be reached"):
         await three.generate((0, 7), ASK)
-    assert three.client._servers[0].under_way == 0
+    with pytest.raises(EngineError, match=rf"no engine server can answer: {three.urls[0]}: .*can't be reached"):
+        await three.generate((0, 7), ASK)
+
+
+async def begin_again(three, place):
+    """A server that was stopped, at its old address."""
+    three.servers[place]._port = int(three.urls[place].rpartition(":")[2])
+    await three.servers[place].start()
+
+
+async def test_a_server_is_back_once_it_serves_what_the_others_do(three, monkeypatch):
+    monkeypatch.setattr(replicas_module, "LOOK_EVERY_S", 0.0)
+    counts = count_requests(three)
+    client = three.client
+    for url, engine, server in zip(three.urls, three.engines, three.servers, strict=True):
+        engine.policy_version, server._weights.label = 4, "4"
+        client.confirmed(url, 4)
+    await three.servers[0].stop()
+    await three.generate((0, 7), ASK)
+    three.engines[0].policy_version, three.servers[0]._weights.label = 0, "default"
+    await begin_again(three, 0)
+    before = counts[0].total()
+    for _ in range(3):
+        await three.generate((0, 7), ASK)
+    assert counts[0].total() == before, "it is healthy, but its weights are old"
+    assert client.policy_version == 4
+    three.engines[0].policy_version, three.servers[0]._weights.label = 4, "4"
+    for _ in range(3):
+        await three.generate((0, 7), ASK)
+    assert counts[0].total() > before
+
+
+async def test_a_push_brings_a_lost_server_back(three):
+    await three.servers[0].stop()
+    await three.generate((0, 7), ASK)
+    await begin_again(three, 0)
+    for engine in three.engines:
+        engine.policy_version = 5
+    for url in three.urls:
+        three.client.confirmed(url, 5)
+    assert [one.lost for one in three.client._replicas.all] == [None] * 3
+
+
+async def test_weights_that_this_run_never_pushed_are_noticed(three):
+    for url in three.urls:
+        three.client.confirmed(url, 2)
+    for engine in three.engines:
+        engine.policy_version = 7
+    with pytest.raises(EngineError, match=r"version 7, and this run has pushed 2 at most: another run pushes to it"):
+        await three.generate((0, 7), ASK)
 
 
 async def test_the_version_is_the_least_that_the_servers_confirmed(three):
@@ -150,7 +213,7 @@ async def test_a_completion_has_a_deadline_of_its_own():
     await served.engines[0].pause("keep")
     with pytest.raises(DeadlineError, match=r"0\.1 s for POST http.*generate"):
         await served.generate((0, 7), ASK)
-    assert served.client._servers[0].under_way == 0
+    assert served.client._replicas.all[0].under_way == 0
     await served.close()
 
 

@@ -128,3 +128,49 @@ def test_nobody_shares_a_gpu(data):
     assert set(given_out) <= set(gpus)
     assert devices is None or [gpus[number] for number in devices] == list(placed.trainer)
     assert engine_devices is None or [gpus[number] for number in engine_devices] == list(placed.engines)
+
+
+# ── vLLM servers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def on_vllm(mode="nccl", devices=None, **engine):
+    return recipe(trainer={"devices": devices}, engine={"kind": "vllm_server"} | engine, weight_sync={"mode": mode})
+
+
+@pytest.mark.parametrize(
+    ("made", "gpus", "trainer", "engines"),
+    [
+        (on_vllm(), ["0", "1"], ["0"], ["1"]),
+        (on_vllm(tensor_parallel_size=2), ["0", "1", "2", "3"], ["0"], ["2", "3"]),
+        (on_vllm(num_servers=2, tensor_parallel_size=2), [*"01234"], ["0"], ["1", "2", "3", "4"]),
+        (on_vllm(urls=["http://h:1"]), ["0"], ["0"], []),
+        (on_vllm("restart", devices=[0]), ["0", "1"], ["0"], ["1"]),
+    ],
+)
+def test_a_vllm_server_has_as_many_gpus_as_it_needs(made, gpus, trainer, engines):
+    assert place(made, gpus) == Placement(trainer=tuple(trainer), engines=tuple(engines))
+
+
+@pytest.mark.parametrize("mode", ["lora", "restart"])
+def test_a_vllm_server_may_share_the_trainers_gpu_where_weights_come_by_files(mode):
+    made = recipe(trainer={"devices": [0]}, engine={"kind": "vllm_server", "devices": [0]}, weight_sync={"mode": mode})
+    assert place(made, ["5"]) == Placement(trainer=("5",), engines=("5",))
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (
+            recipe(trainer={"devices": [0]}, engine={"kind": "vllm_server", "devices": [0]}, weight_sync={"mode": "nccl"}),
+            r"share GPU 0, and NCCL can't connect two processes on one GPU \(weight_sync\.mode=nccl\); use weight_sync\.mode",
+        ),
+        (on_vllm(tensor_parallel_size=4), r"engine\.num_servers x engine\.tensor_parallel_size=4 need 5 GPUs"),
+        (
+            recipe(engine={"kind": "vllm_server", "devices": [1], "tensor_parallel_size": 2}),
+            r"engine\.devices=\[1\] has 1 GPUs for engine\.num_servers x engine\.tensor_parallel_size=2",
+        ),
+    ],
+)
+def test_gpus_that_a_vllm_server_can_not_have(made, said):
+    with pytest.raises(ConfigError, match=said):
+        place(made, ["0", "1"])

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from polyturn.config.schema import Recipe
+from polyturn.engine import vllm_arguments
+from polyturn.engine.vllm_install import VllmInstall
+from polyturn.errors import ConfigError
 from polyturn.launch.roles import described, needs_processes, role_specs
 
 CONFIG = Path("runs/x/recipe.yaml")
@@ -127,3 +130,41 @@ def test_the_line_of_a_role_shows_no_secret():
     assert lines[0].endswith(" TOKENIZERS_PARALLELISM=false TWO='a b' WANDB_API_KEY=(set)")
     assert "POLYTURN_RUN_TOKEN=(set)" in lines[0]
     assert lines[-1].startswith("trainer-agent (trainer-0 to trainer-1): ")
+
+
+# ── vLLM servers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """A vLLM, for whoever only asks whether there is one."""
+    monkeypatch.setattr(vllm_arguments, "find_vllm", lambda: VllmInstall(version="0.32.0", needs_scale_out_flag=True))
+
+
+def on_vllm(**engine):
+    return recipe(engine={"kind": "vllm_server", "num_servers": 2} | engine)
+
+
+def test_each_vllm_server_is_a_role_with_its_gpus(installed):
+    found = specs(on_vllm(tensor_parallel_size=2, start_deadline_s=50.0), gpus="012345")
+    assert list(found) == ["engine-0", "engine-1", "trainer-agent"]
+    visible = [found[name].environment["CUDA_VISIBLE_DEVICES"] for name in found]
+    assert visible == ["2,3", "4,5", "0"]
+    assert found["engine-0"].start_deadline_s == 80.0, "its own words about the start come first"
+    assert ALLOCATOR not in found["engine-0"].environment
+
+
+def test_servers_of_others_are_no_roles(installed):
+    assert list(specs(on_vllm(urls=["http://h:1"]))) == ["trainer-agent"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "environ", "said"),
+    [
+        ({}, {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}, "VLLM_WORKER_MULTIPROC_METHOD=fork in the environment"),
+        ({"extra_args": {"port": 3}}, {}, r"engine\.extra_args\.port: set engine\.port instead"),
+    ],
+)
+def test_mistakes_about_vllm_are_told_before_anything_starts(installed, engine, environ, said):
+    with pytest.raises(ConfigError, match=said):
+        specs(on_vllm(**engine), environ=environ)

@@ -228,3 +228,62 @@ async def test_only_so_many_pushes_are_verified(scene):
     for version in range(5):
         await bridge.push(version)
     assert sum(asked) == 4, "pushes 0 and 3, two servers"
+
+
+# ── servers that may be missing ────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def begin_again(scene, place):
+    """A server that was stopped, at its old address and with the weights that it began with."""
+    server, engine = scene.served.servers[place], scene.served.engines[place]
+    server._port = int(scene.urls[place].rpartition(":")[2])
+    server._weights.label = "default"
+    engine.policy_version = 0
+    with torch.no_grad():
+        for name, tensor in tiny(2).state_dict().items():
+            engine.named_weights()[name].copy_(tensor)
+    await server.start()
+
+
+async def test_a_push_may_go_without_a_server_and_brings_it_back_later(scene, caplog):
+    bridge, client = scene.bridge(may_miss=True), scene.served.client
+    await bridge.push(0)
+    await scene.served.servers[0].stop()
+    await bridge.push(1)
+    assert f"weight push 1 goes without {scene.urls[0]}" in caplog.text
+    answers = await scene.both()
+    assert {set(answer.policy_versions).pop() for answer in answers} == {1}
+    assert scene.served.engines[0].policy_version == 0
+    await begin_again(scene, 0)
+    assert {set(answer.policy_versions).pop() for answer in await scene.both()} == {1}, "its weights are those of its start"
+    await bridge.push(2)
+    assert [engine.policy_version for engine in scene.served.engines] == [2, 2]
+    assert client.policy_version == 2
+    first, second = await scene.both()
+    assert first.ids == second.ids
+
+
+async def test_a_server_that_was_restarted_meanwhile_is_met_anew(scene):
+    bridge = scene.bridge(may_miss=True)
+    await bridge.push(0)
+    await scene.served.servers[1].stop()
+    await begin_again(scene, 1)
+    await bridge.push(1)
+    assert [engine.policy_version for engine in scene.served.engines] == [1, 1]
+
+
+async def test_a_push_needs_one_server_at_least(scene):
+    bridge = scene.bridge(may_miss=True)
+    await bridge.push(0)
+    for server in scene.served.servers:
+        await server.stop()
+    with pytest.raises(WeightSyncError, match=r"push 1 failed in look: none of http.*, http.* can be reached"):
+        await bridge.push(1)
+
+
+async def test_another_runs_weights_are_no_restart(scene):
+    bridge = scene.bridge(may_miss=True)
+    await bridge.push(0)
+    await scene.bridge().push(5)
+    with pytest.raises(WeightSyncError, match=r"serves weights '5' before push 1.*another run pushes to it"):
+        await bridge.push(1)

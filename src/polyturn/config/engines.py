@@ -1,0 +1,108 @@
+"""What follows from where the engine is: vLLM's share of memory, its longest context, and how weights reach it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyturn.config.schema import Recipe, with_values
+from polyturn.errors import ConfigError
+
+_OWN_GPU, _SHARED_GPU = 0.9, 0.3
+_VLLM_KEYS = ("urls", "tensor_parallel_size", "device", "gpu_memory_utilization", "max_model_len", "dtype", "extra_args")
+"""Settings that only vLLM has."""
+_SAVE_S = 60.0
+"""For the servers to find the weights on the disk, beside the time of a start."""
+
+
+def vllm_settings(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
+    """Share of memory and longest context of vLLM; settings of vLLM with another engine are refused."""
+    engine = recipe.engine
+    if not engine.kind.startswith("vllm"):
+        usual = type(engine)()
+        for key in _VLLM_KEYS:
+            if getattr(engine, key) != getattr(usual, key):
+                raise ConfigError(
+                    f"engine.{key}={getattr(engine, key)} is a setting of vLLM, and engine.kind={engine.kind}; remove it, or "
+                    "use engine.kind=vllm or vllm_server"
+                )
+        return recipe
+    found: dict[str, Any] = {}
+    if engine.gpu_memory_utilization is None:
+        both = set(engine.devices or ()) & set(recipe.trainer.devices or ())
+        beside = engine.device is None if engine.kind == "vllm" else bool(both)
+        found["gpu_memory_utilization"] = _SHARED_GPU if beside else _OWN_GPU
+        reasons["engine.gpu_memory_utilization"] = "the trainer is on the same GPU" if beside else "the GPU is its own"
+    longest = recipe.rollout.max_trajectory_tokens
+    if engine.max_model_len is None:
+        found["max_model_len"] = longest
+        reasons["engine.max_model_len"] = f"a whole trajectory, of rollout.max_trajectory_tokens={longest}"
+    elif engine.max_model_len < longest:
+        raise ConfigError(
+            f"engine.max_model_len={engine.max_model_len}: vLLM must hold a whole trajectory, of "
+            f"rollout.max_trajectory_tokens={longest}; set engine.max_model_len={longest}, or "
+            f"rollout.max_trajectory_tokens={engine.max_model_len}"
+        )
+    return with_values(recipe, "engine", **found)
+
+
+def weight_sync_mode(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:
+    """How the weights reach the engine follows from where it is; what can't reach it is refused."""
+    kind, mode = recipe.engine.kind, recipe.weight_sync.mode
+    if kind == "vllm":
+        return _vllm_sync(recipe, reasons)
+    if kind == "vllm_server":
+        return _vllm_server_sync(recipe, reasons)
+    fits, where = ("in_process", "in the driver's process") if kind == "hf" else ("nccl", "in processes of its own")
+    if mode == "auto":
+        reasons["weight_sync.mode"] = f"the engine is {where} (engine.kind={kind})"
+        return with_values(recipe, "weight_sync", mode=fits)
+    if mode != fits:
+        raise ConfigError(
+            f"weight_sync.mode={mode} can't reach an engine that is {where} (engine.kind={kind}); use {fits}, or auto"
+        )
+    return recipe
+
+
+def _vllm_sync(recipe: Recipe, reasons: dict[str, str]) -> Recipe:
+    """How weights reach vLLM in the driver's process: they are the trainer's own, or a copy."""
+    engine, mode = recipe.engine, recipe.weight_sync.mode
+    apart = None
+    if engine.device is not None:
+        apart = f"the engine has a GPU of its own, engine.device={engine.device}"
+    elif engine.dtype not in ("auto", recipe.model.dtype):
+        apart = f"the engine has weights of another type, engine.dtype={engine.dtype}"
+    if mode == "auto":
+        reasons["weight_sync.mode"] = apart or "engine and trainer are in one process, on one GPU (engine.kind=vllm)"
+        return with_values(recipe, "weight_sync", mode="in_process" if apart else "single_copy")
+    if mode not in ("in_process", "single_copy") or (mode == "single_copy" and apart):
+        why = apart if mode == "single_copy" else "the engine is in the driver's process"
+        raise ConfigError(
+            f"weight_sync.mode={mode} with engine.kind=vllm: {why}; use {'' if apart else 'single_copy, '}in_process or auto"
+        )
+    return recipe
+
+
+def _vllm_server_sync(recipe: Recipe, reasons: dict[str, str]) -> Recipe:
+    """How weights reach vLLM servers: adapters as files, whole models over a process group, or by a restart."""
+    sync, adapters = recipe.weight_sync, recipe.model.lora is not None
+    usual = "lora" if adapters else "nccl"
+    mode = usual if sync.mode == "auto" else sync.mode
+    if mode not in ((usual,) if adapters else ("nccl", "restart")):
+        whose = "adapters are trained (model.lora); use lora" if adapters else "all weights are trained; use nccl, restart"
+        raise ConfigError(f"weight_sync.mode={mode} with engine.kind=vllm_server: {whose} or auto")
+    if mode == "restart" and recipe.engine.urls:
+        raise ConfigError(
+            "weight_sync.mode=restart: only servers that the run started are restarted; use nccl, or no engine.urls"
+        )
+    if sync.mode == "auto":
+        what = (
+            "adapters are small and go as files" if adapters else "they go over a process group, NCCL between GPUs, else gloo"
+        )
+        reasons["weight_sync.mode"] = f"the engine is in processes of its own (engine.kind=vllm_server), and {what}"
+    limit_s = sync.deadline_s
+    if mode == "restart" and limit_s < recipe.engine.start_deadline_s + _SAVE_S:
+        limit_s = recipe.engine.start_deadline_s + _SAVE_S
+        reasons["weight_sync.deadline_s"] = (
+            f"a push is a start (engine.start_deadline_s), and {_SAVE_S:g} s to save the weights"
+        )
+    return with_values(recipe, "weight_sync", mode=mode, deadline_s=limit_s)

@@ -1,0 +1,150 @@
+"""What a vLLM worker holds, tensor by tensor, under the names that checkpoints use.
+
+vLLM fuses projections (`qkv_proj`, `gate_up_proj`), pads the vocabulary, cuts layers over tensor-parallel ranks, and on CPUs
+keeps a packed copy of a weight in place of it. `held_tensors` undoes all of that, and reads a packed copy the only way there
+is: by multiplying the identity with it, which is what the model does with an activation. So a layer that computes with other
+numbers than its parameter shows, such as a tied head whose packed copy is of older weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias, cast
+
+import torch
+
+_BASE = ".base_layer"
+"""vLLM's word for the layer inside one that takes adapters."""
+
+
+Entry: TypeAlias = "tuple[str, tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]"
+"""Name, whole shape, type, and a call that reads it."""
+
+
+class UnknownLayerError(RuntimeError):
+    """A layer whose parameters have no checkpoint names that this module knows."""
+
+
+def described_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """Meta tensors by checkpoint name, in the model's order: whole shapes, whatever this rank holds of them.
+
+    Raises UnknownLayerError for a layer that `held_tensors` can't undo either.
+    """
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype, _ in _walk(model)}
+
+
+def held_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors by checkpoint name, one module at a time. A collective of the tensor-parallel ranks."""
+    for name, _, _, read in _walk(model):
+        yield name, read()
+
+
+def aliases(model: Any) -> dict[str, str]:
+    """Names of a tied head's weight, and of the embedding that it is."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if other != name:
+            tied[name.replace(_BASE, "")] = other.replace(_BASE, "")
+    return tied
+
+
+def adapter_tensors(adapters: Any, fused: Mapping[str, list[str]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The matrices of loaded adapters by PEFT's names; those of fused layers lie in lists, one entry a part."""
+    for module, layer in adapters.loras.items():
+        above, dot, last = module.rpartition(".")
+        packed = isinstance(layer.lora_a, list | tuple)
+        parts = fused[last] if packed else [last]
+        for letter, matrices in (("A", layer.lora_a), ("B", layer.lora_b)):
+            for part, matrix in zip(parts, matrices if packed else [matrices], strict=True):
+                if matrix is not None:
+                    yield f"{above}{dot}{part}.lora_{letter}.weight", matrix
+
+
+def _walk(model: Any) -> Iterator[Entry]:
+    """Every tensor, in the model's order."""
+    fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        if not own:
+            continue
+        place = prefix.replace(_BASE, "")
+        for name, parameter in own.items():
+            parts = fused.get(place.rpartition(".")[2], [place.rpartition(".")[2]])
+            above = place.removesuffix(place.rpartition(".")[2])
+            yield from _read(module, name, parameter, [f"{above}{part}.{name}" for part in parts])
+
+
+def _read(module: Any, name: str, parameter: Any, names: list[str]) -> Iterator[Entry]:
+    kind = type(module).__name__
+    if hasattr(module, "org_vocab_size"):
+        # An embedding looks rows up in its parameter; a head multiplies, on CPUs with its packed copy.
+        as_head = kind == "ParallelLMHead" or names[0].startswith("lm_head.")
+        whole = (module.org_vocab_size, *((module.embedding_dim,) if name == "weight" else ()))
+
+        def rows() -> torch.Tensor:
+            local = _local(module, name, parameter) if as_head else parameter.detach()
+            return _gathered(local, 0)[: module.org_vocab_size]
+
+        yield names[0], whole, parameter.dtype, rows
+    elif hasattr(module, "output_partition_sizes") and name in ("weight", "bias"):
+        yield from _columns(module, name, parameter, names)
+    elif hasattr(module, "input_size_per_partition") and name == "weight":
+        shape = (module.output_size, module.input_size)
+        yield names[0], shape, parameter.dtype, lambda: _gathered(_local(module, name, parameter), 1)
+    elif parameter.dim() <= 1 and len(names) == 1:
+        # Norms, and biases of row-parallel layers: the same on every rank.
+        yield names[0], tuple(parameter.shape), parameter.dtype, lambda: parameter.detach()
+    else:
+        shape = tuple(parameter.shape)
+        raise UnknownLayerError(f"{names[0]}: a {kind} has a parameter of shape {shape}, which is not known here")
+
+
+def _columns(module: Any, name: str, parameter: Any, names: list[str]) -> Iterator[Entry]:
+    """The parts of a layer whose rows lie one part after the other, each cut over the ranks."""
+    sizes = list(module.output_partition_sizes)
+    if len(sizes) != len(names):
+        if len(names) != 1:
+            raise UnknownLayerError(f"{names[0]}: {len(sizes)} parts, and {len(names)} names")
+        sizes = [sum(sizes)]
+    start = 0
+    for part, (whole_name, rows) in enumerate(zip(names, sizes, strict=True)):
+        # With fewer key heads than ranks, several ranks hold the same ones.
+        copies = getattr(module, "num_kv_head_replicas", 1) if part > 0 else 1
+        whole = rows * _ranks(module) // copies
+        shape = (whole, module.input_size) if name == "weight" else (whole,)
+
+        def read(start: int = start, rows: int = rows, copies: int = copies) -> torch.Tensor:
+            every = _gathered(_local(module, name, parameter)[start : start + rows], 0, one=_ranks(module) == 1)
+            return (
+                every
+                if copies == 1
+                else torch.cat([every[start : start + rows] for start in range(0, len(every), rows * copies)])
+            )
+
+        yield whole_name, shape, parameter.dtype, read
+        start += rows
+
+
+def _local(module: Any, name: str, parameter: Any) -> torch.Tensor:
+    """What this rank has of it, as the layer computes with it."""
+    packed = getattr(module, "cpu_linear", None)
+    if name != "weight" or packed is None:
+        return cast(torch.Tensor, parameter.detach())
+    columns = getattr(module, "input_size_per_partition", None) or module.embedding_dim
+    identity = torch.eye(columns, dtype=parameter.dtype)
+    return cast(torch.Tensor, packed(identity, parameter, None)).t().contiguous()
+
+
+def _ranks(module: Any) -> int:
+    return int(getattr(module, "tp_size", 1))
+
+
+def _gathered(local: torch.Tensor, dim: int, *, one: bool = False) -> torch.Tensor:
+    """The parts of all tensor-parallel ranks, side by side."""
+    from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+
+    if one or get_tensor_model_parallel_world_size() == 1:
+        return local
+    return cast(torch.Tensor, tensor_model_parallel_all_gather(local.contiguous(), dim))

@@ -1,0 +1,62 @@
+"""Whole runs through vLLM, started by the command line: they train on-policy, and leave nothing when vLLM dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from parts.live_runs import LiveRun, live_run
+from parts.runs import ROOT
+from parts.vllm_served import needs_vllm
+from polyturn.processes.descendants import all_pids
+
+__all__ = ["live_run"]
+pytestmark = needs_vllm
+
+RECIPE = ROOT / "recipes" / "quickstart" / "recipe.yaml"
+ONE_SERVER = ("engine.kind=vllm_server", "trainer.num_ranks=1", "environment.num_processes=0", "trainer.threads=1")
+SHORT = ("evaluation.episodes=8", "evaluation.modes=[greedy]", "rollout.groups_per_step=4")
+
+
+@pytest.mark.parametrize("words", [(), ("model.lora.rank=8", "weight_sync.verify_every=1")], ids=["nccl", "lora"])
+def test_a_run_trains_on_what_vllm_samples(live_run, words):
+    run: LiveRun = live_run(*ONE_SERVER, *SHORT, "run.steps=3", *words, recipe=RECIPE)
+    ended = run.end()
+    assert ended.code == 0, ended.err
+    assert len(run.steps) == 3
+    assert all(step["mismatch_max"] < 1e-4 and step["policy_age"] == 0 for step in run.steps)
+    assert [step["policy_version"] for step in run.steps] == [1, 2, 3]
+    assert all(step["num_faults"] == 0 for step in run.steps)
+    name = "adapter_model" if words else "model"
+    assert (run.folder.export / f"{name}.safetensors").is_file()
+    assert not (run.folder.root / "adapters").exists()
+    assert (run.folder.logs / "engine-0-vllm.log").is_file()
+
+
+def vllm_pids(run) -> list[int]:
+    """vLLM's processes in a run, the API server first."""
+    found = []
+    for pid in sorted(all_pids()):
+        try:
+            words, variables = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
+        except OSError:
+            continue
+        if run.mark.encode() in variables and b"polyturn.engine.vllm_child" in words:
+            found.append(pid)
+    return found
+
+
+def test_a_run_whose_vllm_is_killed_ends_and_says_so(live_run):
+    run: LiveRun = live_run(*ONE_SERVER, *SHORT, "run.steps=100000", recipe=RECIPE)
+    run.trains()
+    (server, *_) = vllm_pids(run)
+    os.kill(server, signal.SIGKILL)
+    ended = run.end()
+    assert ended.code == 3, ended.err
+    assert re.search(r"polyturn: error: the vLLM server at http://127\.0\.0\.1:\d+ was killed by signal 9", ended.err), (
+        ended.err
+    )
