@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from parts.vllm_served import VllmServed
+    from polyturn.engine.vllm import VllmEngine
 
 # A machine that others keep busy is no failure of the code.
 settings.register_profile("polyturn", deadline=None)
@@ -27,3 +29,16 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServed
         yield server
     finally:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    """VLLM in this process with a tiny random model, shared by all tests: whoever needs certain weights pushes them first."""
+    from parts.vllm_here import started, vllm_here
+    from parts.vllm_served import tiny
+
+    engine = started(vllm_here(tmp_path_factory.mktemp("vllm-here"), tiny(2)))
+    try:
+        yield engine
+    finally:
+        asyncio.run(engine.stop())

@@ -18,6 +18,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from parts.served import Served
+from parts.vllm_here import PushedHere
 from parts.vllm_served import PushedVllm, needs_vllm
 from polyturn.engine.base import Engine
 from polyturn.engine.hf import HfEngine
@@ -66,23 +67,25 @@ def hf_server() -> Served:
 
 
 ENGINES = {"hf": hf, "hf_server": hf_server, "scripted": scripted}
-VLLM = pytest.param("vllm_server", marks=needs_vllm)
+VLLM = [pytest.param(kind, marks=needs_vllm) for kind in ("vllm", "vllm_server")]
 
 
 def made_by(request) -> Engine:
     """The engine of a fixture's parameter, not started. A vLLM server is the whole session's, with this page's weights."""
+    if request.param == "vllm":
+        return PushedHere(request.getfixturevalue("vllm_engine"), model())
     if request.param == "vllm_server":
         return PushedVllm(request.getfixturevalue("vllm_server"), model())
     return ENGINES[request.param]()
 
 
 # Plain fixtures, since the server of the session starts in one, and has a loop of its own for that.
-@pytest.fixture(params=[*ENGINES, VLLM])
+@pytest.fixture(params=[*ENGINES, *VLLM])
 def any_engine(request):
     return made_by(request)
 
 
-@pytest.fixture(params=["hf", VLLM])
+@pytest.fixture(params=["hf", *VLLM])
 def any_sampler(request):
     return made_by(request)
 
@@ -276,7 +279,7 @@ async def test_log_probabilities_are_those_before_truncation(sampler, top_p, top
     """vLLM's are those after it, among the tokens that are left: a recipe has to ask for truncation by name."""
     completion = await sampler.generate((0, 7, 9), asking(top_p=top_p, top_k=top_k, min_p=min_p, seed=4))
     logits = full_logits((0, 7, 9), completion.ids)
-    if isinstance(sampler, PushedVllm):
+    if isinstance(sampler, PushedVllm | PushedHere):
         logits = truncated(logits, top_p, top_k, min_p)
     expected = torch.log_softmax(logits, dim=-1)
     chosen = expected.gather(-1, torch.tensor(completion.ids)[:, None])[:, 0]

@@ -33,6 +33,7 @@ CONTEXT = 256
 needs_vllm = [
     pytest.mark.real,
     pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own, where it is in this process
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None,
         reason="vLLM is not installed beside Polyturn here; `make test-real` has it in an environment of its own",

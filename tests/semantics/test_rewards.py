@@ -44,11 +44,11 @@ def fails(error):
     return act
 
 
-def group_of(reward, *, environment=None, **options):
-    """Eight siblings that say `answer(red)` one after the other, scored by the environment (1) and by `reward`."""
+def group_of(reward, *, environment=None, concurrency=1, **options):
+    """Eight siblings that say `answer(red)`, usually one after the other, scored by the environment (1) and by `reward`."""
     renderer = talk_renderer()
     scored = Rewarded(environment or Talk(), [reward])
-    return play_group(player(scored, says(renderer, "answer(red)"), renderer, **options), concurrency=1)
+    return play_group(player(scored, says(renderer, "answer(red)"), renderer, **options), concurrency=concurrency)
 
 
 def faults(group):
@@ -101,7 +101,7 @@ async def test_a_blocking_reward_holds_up_no_sibling():
         all_there.wait(30)  # passes when all eight siblings are inside at once
         return 1.0
 
-    group = await group_of(Reward(name="extra", function=block))
+    group = await group_of(Reward(name="extra", function=block), concurrency=8)
     assert len(group.valid) == 8
 
 

@@ -78,7 +78,7 @@ class VllmEngine:
     async def start(self) -> None:
         """Build the engine. Raises MissingDependencyError, EngineError, DeadlineError."""
         if self._thread is None:
-            thread = _Thread(self._settings, asyncio.get_running_loop())
+            thread = _Thread(self._settings)
             async with deadline(self._start_deadline_s, "vLLM to start (engine.start_deadline_s)"):
                 await thread.started
             sys.setswitchinterval(SWITCH_S)
@@ -143,14 +143,13 @@ class VllmEngine:
 class _Thread:
     """The thread that owns vLLM. `post`, `end`, `change` and `join` are for others, the rest is called by this one."""
 
-    def __init__(self, settings: VllmSettings, loop: asyncio.AbstractEventLoop) -> None:
-        self.started: asyncio.Future[None] = loop.create_future()
+    def __init__(self, settings: VllmSettings) -> None:
+        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failure: str | None = None
         self.version = 0
         self.weights: Mapping[str, torch.Tensor] = {}
         self.max_model_len = self.vocab_size = 0
         self._settings = settings
-        self._loop = loop
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[_Request] = deque()
         self._running: dict[str, _Request] = {}
@@ -175,7 +174,7 @@ class _Thread:
 
     async def change(self, change: Callable[[Mapping[str, torch.Tensor]], None], version: int) -> None:
         """Run `change` on the weights when those who are being answered now have their answers."""
-        done: asyncio.Future[None] = self._loop.create_future()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.post(lambda: self._changes.append(_Change(change, version, done)))
         await done
 
@@ -204,8 +203,8 @@ class _Thread:
         except BaseException as error:
             self.failure = _words(error)
         while not self._ending:
-            self._read_inbox(block=True)
             self._fail_all(f"the vllm engine failed: {self.failure}")
+            self._read_inbox(block=True)
         self._read_inbox(block=False)
         self._fail_all("the vllm engine was stopped")
         self.weights = {}
@@ -284,10 +283,10 @@ class _Thread:
         self._tell([(future, None, EngineError(reason)) for future in futures])
 
     def _tell(self, answers: Sequence[Answer]) -> None:
-        """Hand results and errors to the loop, all at once."""
-        if answers:
+        """Hand results and errors to those who wait, all of a loop at once."""
+        for loop in {answer[0].get_loop() for answer in answers}:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                self._loop.call_soon_threadsafe(_settle, answers)
+                loop.call_soon_threadsafe(_settle, [answer for answer in answers if answer[0].get_loop() is loop])
 
 
 def _settle(answers: Sequence[Answer]) -> None:

@@ -70,7 +70,18 @@ def test_one_set_up_is_refused_by_a_dry_run_too(tmp_path, monkeypatch, capsys):
     assert "weight_sync.mode=single_copy with engine.kind=vllm_server" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != NOT_THERE))
+def needs_packages(name: str) -> bool:
+    """Adapters and a search index need packages that are not in the environment of the quick tests."""
+    return "lora" in name or "triviaqa" in name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.real if needs_packages(name) else ())
+        for name in sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != NOT_THERE)
+    ],
+)
 def test_a_dry_run_passes(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
