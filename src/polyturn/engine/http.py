@@ -132,6 +132,8 @@ class HttpEngine:
             if error.kind == NonFiniteError.__name__:
                 raise NonFiniteError(f"{server.url}: {error.reason}") from error
             lost = error.status is None or (error.status >= 500 and not await self._is_healthy(server))
+            # A server that was restarted has no adapters any more.
+            lost |= error.status == 404 and adapter is not None
             raise (_LostError if lost else EngineError)(f"an engine server failed a request: {error}") from error
         except ValueError as error:
             raise EngineError(f"an engine server answered what is no completion: {server.url}: {error}") from error

@@ -71,7 +71,8 @@ def server_arguments(recipe: Recipe, model: Path, *, port: int, on_gpu: bool, vl
     if vllm.needs_scale_out_flag:
         given["enable_scale_out"] = True
     if on_gpu:
-        given["gpu_memory_utilization"] = engine.gpu_memory_utilization or 0.9
+        shared = set(recipe.trainer.devices or ()) & set(engine.devices or ())
+        given["gpu_memory_utilization"] = engine.gpu_memory_utilization or (0.3 if shared else 0.9)
     else:
         given["enforce_eager"] = True  # compiling takes longer on a CPU than it saves
         if engine.gpu_memory_utilization is not None:

@@ -337,4 +337,8 @@ async def test_adapters_are_asked_for_by_name_and_give_the_version():
         engine.confirmed(server.url, 6, "policy-6")
         with pytest.raises(EngineError, match="it was sampled by 'policy-5', and 'policy-6' was asked for"):
             await engine.generate((0, 7), ASK)
+        server.routes["/inference/v1/generate"] = 404
+        with pytest.raises(EngineError, match="answered 404"):
+            await engine.generate((0, 7), ASK)
+        assert engine._replicas.all[0].lost is not None, "it was restarted, and has no adapters"
         await engine.stop()
