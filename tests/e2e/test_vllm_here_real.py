@@ -267,5 +267,7 @@ async def test_a_folder_that_vllm_can_not_load(tmp_path):
 def test_a_variable_that_says_the_opposite(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     engine = vllm_here(Path(tmp_path) / "model", tiny(2))
-    with pytest.raises(EngineError, match="VLLM_ENABLE_V1_MULTIPROCESSING=1: an engine in this process needs"):
+    with pytest.raises(
+        EngineError, match="VLLM_ENABLE_V1_MULTIPROCESSING=1 in the environment: an engine in this process needs 0"
+    ):
         asyncio.run(engine.start())

@@ -26,6 +26,8 @@ ASK_S = 10.0
 """Deadline of a small question to a server."""
 LOOK_S = 2.0
 """Deadline of the question whether a server that was lost is back."""
+LOGPROBS_MODE = "processed_logprobs"
+"""vLLM's name for log-probabilities under the temperature."""
 _POLL_S = 0.1
 _log = logging.getLogger(__name__)
 
@@ -130,6 +132,8 @@ class HttpEngine:
             if error.kind == NonFiniteError.__name__:
                 raise NonFiniteError(f"{server.url}: {error.reason}") from error
             lost = error.status is None or (error.status >= 500 and not await self._is_healthy(server))
+            # A server that was restarted has no adapters any more.
+            lost |= error.status == 404 and adapter is not None
             raise (_LostError if lost else EngineError)(f"an engine server failed a request: {error}") from error
         except ValueError as error:
             raise EngineError(f"an engine server answered what is no completion: {server.url}: {error}") from error
@@ -173,6 +177,8 @@ class HttpEngine:
             limit = models["data"][0].get("max_model_len")
             server.context_limit = limit if isinstance(limit, int) else None
             server.version = await self._served_version(server, ASK_S)
+            await self._refuse_without_token_route(server)
+            await self._refuse_raw_logprobs(server)
         except AskError as error:
             raise EngineError(f"an engine server can't be used: {error}") from error
         except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -185,10 +191,40 @@ class HttpEngine:
         except AskError as error:
             if error.status != 404:
                 raise
-            # vLLM before 0.28 knows no versions; our extension does.
-            asked = await self._client.ask("POST", server.url + RPC, {"method": "polyturn_state"}, limit_s=limit_s)
+            # vLLM before 0.28 knows no versions; our extension does, where it is.
+            try:
+                asked = await self._client.ask("POST", server.url + RPC, {"method": "polyturn_state"}, limit_s=limit_s)
+            except AskError as unknown:
+                if unknown.status is None:
+                    raise
+                return None
             label = asked["results"][0]["weight_version"]
         return None if label in (DEFAULT_LABEL, BROKEN_LABEL) else read_label(label)
+
+    async def _refuse_without_token_route(self, server: Replica) -> None:
+        """Raise EngineError when the route that takes ids is not there; an empty request is a bad one, where it is."""
+        try:
+            await self._client.ask("POST", server.url + GENERATE, {}, limit_s=ASK_S)
+        except AskError as error:
+            if error.status in (403, 404):
+                raise EngineError(
+                    f"{server.url} takes no token ids ({GENERATE} answered {error.status}); start vLLM with --enable-scale-out"
+                ) from error
+            if error.status is None or error.status >= 500:
+                raise
+
+    async def _refuse_raw_logprobs(self, server: Replica) -> None:
+        """Raise EngineError when a server that says so gives log-probabilities of another distribution than it samples from."""
+        try:
+            told = await self._client.ask("GET", f"{server.url}/server_info?config_format=json", limit_s=ASK_S)
+            mode = told["vllm_config"]["model_config"]["logprobs_mode"]
+        except (AskError, LookupError, TypeError):
+            return  # our own server, an older vLLM, or one outside development mode
+        if mode != LOGPROBS_MODE:
+            raise EngineError(
+                f"{server.url} was started with --logprobs-mode {mode}, which knows nothing of the temperature; start it with "
+                f"--logprobs-mode {LOGPROBS_MODE}"
+            )
 
     async def _look(self, server: Replica) -> None:
         """Ask a lost server whether it is back."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.config.schema import Recipe
+from polyturn.engine.http import LOGPROBS_MODE
 from polyturn.engine.vllm_install import RANGE, VllmInstall, find_vllm
 from polyturn.errors import ConfigError
 from polyturn.weight_sync.labels import BACKEND, EXTENSION, WEIGHT_LABEL
@@ -60,7 +61,7 @@ def server_arguments(recipe: Recipe, model: Path, *, port: int, on_gpu: bool, vl
         "max_model_len": engine.max_model_len or recipe.rollout.max_trajectory_tokens,
         "max_num_seqs": engine.max_batch_size,
         "tensor_parallel_size": engine.tensor_parallel_size,
-        "logprobs_mode": "processed_logprobs",  # under the temperature that was asked for
+        "logprobs_mode": LOGPROBS_MODE,  # under the temperature that was asked for
         "worker_extension_cls": EXTENSION,
         "weight_transfer_config": {"backend": BACKEND},
         "middleware": GUARD,
@@ -70,7 +71,8 @@ def server_arguments(recipe: Recipe, model: Path, *, port: int, on_gpu: bool, vl
     if vllm.needs_scale_out_flag:
         given["enable_scale_out"] = True
     if on_gpu:
-        given["gpu_memory_utilization"] = engine.gpu_memory_utilization or 0.9
+        shared = set(recipe.trainer.devices or ()) & set(engine.devices or ())
+        given["gpu_memory_utilization"] = engine.gpu_memory_utilization or (0.3 if shared else 0.9)
     else:
         given["enforce_eager"] = True  # compiling takes longer on a CPU than it saves
         if engine.gpu_memory_utilization is not None:

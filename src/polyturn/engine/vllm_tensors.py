@@ -88,11 +88,12 @@ def _read(module: Any, name: str, parameter: Any, names: list[str]) -> Iterator[
             return _gathered(local, 0)[: module.org_vocab_size]
 
         yield names[0], whole, parameter.dtype, rows
-    elif hasattr(module, "output_partition_sizes") and name in ("weight", "bias"):
-        yield from _columns(module, name, parameter, names)
-    elif hasattr(module, "input_size_per_partition") and name == "weight":
+    elif hasattr(module, "input_is_parallel") and name == "weight":
+        # A row-parallel layer: its columns are cut, and its bias is whole on every rank.
         shape = (module.output_size, module.input_size)
         yield names[0], shape, parameter.dtype, lambda: _gathered(_local(module, name, parameter), 1)
+    elif hasattr(module, "output_partition_sizes") and not hasattr(module, "input_is_parallel") and name in ("weight", "bias"):
+        yield from _columns(module, name, parameter, names)
     elif parameter.dim() <= 1 and len(names) == 1:
         # Norms, and biases of row-parallel layers: the same on every rank.
         yield names[0], tuple(parameter.shape), parameter.dtype, lambda: parameter.detach()

@@ -77,7 +77,9 @@ class Role:
 
     def announce(self, address: str, *, control: str | None = None) -> None:
         """Say that this role now serves at `address`, and takes orders at `control`, where that is another one."""
-        told = {"address": address, "pid": os.getpid(), "control": control}
+        told: dict[str, Any] = {"address": address, "pid": os.getpid()}
+        if control is not None:
+            told["control"] = control
         write_whole(address_file(self.folder, self.name), json.dumps(told))
 
 

@@ -17,6 +17,8 @@ from polyturn.processes.json_http import AskError, JsonClient
 from polyturn.weight_sync.labels import BACKEND, BROKEN_LABEL, EXTENSION, RPC, WEIGHTS_ROUTE
 from polyturn.weight_sync.transfer import UpdateInfo
 
+_ARGUMENTS = f'--worker-extension-cls {EXTENSION} --weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
+
 Kind: TypeAlias = Literal["hf_server", "vllm"]
 
 
@@ -59,8 +61,7 @@ class WeightServer:
         self.kind = "vllm"
         if not all(worker["receives"] for worker in workers):
             raise WeightSyncError(
-                f"{self.url} is a vLLM server without Polyturn's weight-transfer backend; start it with "
-                f'--worker-extension-cls {EXTENSION} and --weight-transfer-config \'{{"backend": "{BACKEND}"}}\', or use '
+                f"{self.url} is a vLLM server without Polyturn's weight-transfer backend; start it with {_ARGUMENTS}, or use "
                 "weight_sync.mode=lora"
             )
         first = workers[0]
@@ -139,7 +140,8 @@ class WeightServer:
                 ) from error
             if error.status is not None and self.kind is None:
                 raise WeightSyncError(
-                    f"{self.url} does not know {method} ({error.reason}); start it with --worker-extension-cls {EXTENSION}"
+                    f"{self.url} is a vLLM server without Polyturn's worker extension ({error.reason}); start it with "
+                    f"{_ARGUMENTS}"
                 ) from error
             raise
         return list(answer["results"])

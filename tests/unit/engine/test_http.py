@@ -239,3 +239,106 @@ async def test_another_kind_of_server_is_no_engine(models, said):
     with pytest.raises(EngineError, match=said):
         await HttpEngine([f"http://127.0.0.1:{runner.addresses[0][1]}"]).start()
     await runner.cleanup()
+
+
+# ── what vLLM's versions and settings look like from here ──────────────────────────────────────────────────────────────
+
+
+class Vllm:
+    """A server with some of vLLM's routes, by the answers that they give."""
+
+    def __init__(self, **routes) -> None:
+        self.asked: list[dict] = []
+        usual = {
+            "/health": {},
+            "/v1/models": {"data": [{"id": "policy", "max_model_len": 64}]},
+            "/weight_info": {"weight_version": "default"},
+            "/inference/v1/generate": self.completion(weight_versions=[{"version": "default", "start": 0, "end": 2}]),
+        }
+        self.routes = {path: answer for path, answer in (usual | routes).items() if answer is not None}
+
+    @staticmethod
+    def completion(name="token_id", **more):
+        tokens = (
+            [{"token_id": 7}, {"token_id": 8}] if name == "token_id" else [{"token": "token_id:7"}, {"token": "token_id:8"}]
+        )
+        content = [token | {"logprob": -0.5} for token in tokens]
+        choice = {"token_ids": [7, 8], "finish_reason": "length", "logprobs": {"content": content}}
+        return {"model": "policy", "choices": [choice | more]}
+
+    async def __aenter__(self) -> Vllm:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self.runner = web.AppRunner(app)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *error) -> None:
+        await self.runner.cleanup()
+
+    async def _answer(self, request):
+        answer = self.routes.get(request.path)
+        if answer is None:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        if isinstance(answer, int):
+            return web.json_response({"error": {"message": "no"}}, status=answer)
+        if request.path == "/inference/v1/generate":
+            body = await request.json()
+            if not body:
+                return web.json_response({"error": {"message": "token_ids is missing"}}, status=400)
+            self.asked.append(body)
+        return web.json_response(answer)
+
+
+@pytest.mark.parametrize(
+    ("routes", "said"),
+    [
+        (
+            {"/inference/v1/generate": 403},
+            r"takes no token ids \(/inference/v1/generate answered 403\); start vLLM with --enable-s",
+        ),
+        ({"/inference/v1/generate": None}, r"takes no token ids \(/inference/v1/generate answered 404\)"),
+        (
+            {"/server_info": {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}},
+            "--logprobs-mode raw_logprobs, which knows nothing of the temperature; start it with --logprobs-mode processed",
+        ),
+    ],
+)
+async def test_what_a_server_lacks_is_said_at_the_start(routes, said):
+    async with Vllm(**routes) as server:
+        with pytest.raises(EngineError, match=said):
+            await HttpEngine([server.url]).start()
+
+
+async def test_an_older_vllm_says_no_versions_and_writes_ids_as_text():
+    state = {"results": [{"weight_version": "3"}]}
+    routes = {"/weight_info": None, "/collective_rpc": state, "/inference/v1/generate": Vllm.completion("token")}
+    async with Vllm(**routes) as server:
+        engine = HttpEngine([server.url])
+        await engine.start()
+        assert engine.policy_version == 3
+        engine.confirmed(server.url, 4)
+        completion = await engine.generate((0, 7), ASK)
+        assert (completion.ids, completion.policy_versions) == ((7, 8), (4, 4))
+        await engine.stop()
+
+
+async def test_adapters_are_asked_for_by_name_and_give_the_version():
+    async with Vllm(**{"/inference/v1/generate": Vllm.completion() | {"model": "policy-5"}}) as server:
+        engine = HttpEngine([server.url])
+        await engine.start()
+        engine.confirmed(server.url, 5, "policy-5")
+        completion = await engine.generate((0, 7), ASK)
+        assert completion.policy_versions == (5, 5)
+        assert server.asked[0]["model"] == "policy-5"
+        assert server.asked[0]["cache_salt"] == "version 5"
+        engine.confirmed(server.url, 6, "policy-6")
+        with pytest.raises(EngineError, match="it was sampled by 'policy-5', and 'policy-6' was asked for"):
+            await engine.generate((0, 7), ASK)
+        server.routes["/inference/v1/generate"] = 404
+        with pytest.raises(EngineError, match="answered 404"):
+            await engine.generate((0, 7), ASK)
+        assert engine._replicas.all[0].lost is not None, "it was restarted, and has no adapters"
+        await engine.stop()

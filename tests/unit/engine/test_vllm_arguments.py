@@ -73,6 +73,8 @@ def test_a_gpu_has_a_share_of_memory_and_a_cpu_runs_eagerly():
     gpu, cpu = words_of(recipe(), on_gpu=True), words_of(recipe())
     assert gpu["--gpu-memory-utilization"] == "0.9"
     assert words_of(recipe(engine={"gpu_memory_utilization": 0.4}), on_gpu=True)["--gpu-memory-utilization"] == "0.4"
+    beside_the_trainer = recipe(trainer={"devices": [0]}, engine={"devices": [0]}, weight_sync={"mode": "restart"})
+    assert words_of(beside_the_trainer, on_gpu=True)["--gpu-memory-utilization"] == "0.3"
     assert "--enforce-eager" not in gpu
     assert cpu["--enforce-eager"] is True
     assert "--gpu-memory-utilization" not in cpu

@@ -30,6 +30,7 @@ class Row(torch.nn.Module):
     def __init__(self, rows, width):
         super().__init__()
         self.output_size, self.input_size, self.input_size_per_partition = rows, width, width
+        self.output_partition_sizes, self.input_is_parallel = [rows], True
         self.weight = torch.nn.Parameter(torch.randn(rows, width))
 
 
