@@ -39,7 +39,7 @@ async def test_a_process_that_is_killed_while_it_plays(tmp_path):
         async with connected(environment):
             states = await asyncio.gather(*(environment.setup(TASK) for _ in range(8)))
             announced = json.loads((tmp_path / "roles" / "environment-0.json").read_text())
-            assert announced == {"address": first.url, "pid": first.popen.pid, "control": None}
+            assert announced == {"address": first.url, "pid": first.popen.pid}
             mine = [state for state in states if state.link.name == "environment-0"]
             others = [state for state in states if state.link.name == "environment-1"]
             assert (len(mine), len(others)) == (4, 4)
