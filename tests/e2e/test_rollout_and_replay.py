@@ -11,7 +11,6 @@ import transformers
 from parts.models import same_bits, snapshot
 from parts.runs import read_jsonl, run_python
 
-
 EXACT = "engine.deterministic=true"
 """Whoever shares a batch makes a difference in the last digit."""
 
