@@ -37,6 +37,26 @@ def test_a_run_trains_on_what_vllm_samples(live_run, words):
     assert (run.folder.logs / "engine-0-vllm.log").is_file()
 
 
+HERE = ("engine.kind=vllm", "trainer.num_ranks=1", "environment.num_processes=0", "trainer.threads=1")
+
+
+@pytest.mark.parametrize("mode", ["single_copy", "in_process"])
+def test_a_run_with_vllm_in_its_process_learns(live_run, mode, tmp_path, monkeypatch):
+    """Six steps of the quickstart are enough for the greedy policy to look on instead of giving up."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    words = ("evaluation.episodes=32", "evaluation.modes=[greedy]", "run.steps=6", f"weight_sync.mode={mode}")
+    run: LiveRun = live_run(*HERE, *words, recipe=RECIPE)
+    ended = run.end()
+    assert ended.code == 0, ended.err
+    assert all(step["mismatch_max"] < 1e-4 and step["policy_age"] == 0 for step in run.steps)
+    assert [step["policy_version"] for step in run.steps] == [1, 2, 3, 4, 5, 6]
+    found = re.search(r"held-out success, greedy: before ([\d.]+) .* after ([\d.]+)", ended.out)
+    assert found is not None, ended.out
+    before, after = map(float, found.groups())
+    assert before < 0.6 < 0.9 < after
+    assert (run.folder.export / "model.safetensors").is_file()
+
+
 def vllm_pids(run) -> list[int]:
     """vLLM's processes in a run, the API server first."""
     found = []
