@@ -11,6 +11,7 @@ import pytest
 
 from parts.live_runs import LiveRun, live_run
 from parts.runs import ROOT
+from parts.stub_runs import Ended
 from parts.vllm_served import needs_vllm
 from polyturn.processes.descendants import all_pids
 
@@ -41,12 +42,12 @@ HERE = ("engine.kind=vllm", "trainer.num_ranks=1", "environment.num_processes=0"
 
 
 @pytest.mark.parametrize("mode", ["single_copy", "in_process"])
-def test_a_run_with_vllm_in_its_process_learns(live_run, mode, tmp_path, monkeypatch):
+def test_a_run_with_vllm_in_its_process_learns(live_run, mode):
     """Six steps of the quickstart are enough for the greedy policy to look on instead of giving up."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     words = ("evaluation.episodes=32", "evaluation.modes=[greedy]", "run.steps=6", f"weight_sync.mode={mode}")
     run: LiveRun = live_run(*HERE, *words, recipe=RECIPE)
-    ended = run.end()
+    # What torch compiles is kept among temporary files, so this is not `run.end()`.
+    ended = Ended(run.process.wait(300), run.out, run.err)
     assert ended.code == 0, ended.err
     assert all(step["mismatch_max"] < 1e-4 and step["policy_age"] == 0 for step in run.steps)
     assert [step["policy_version"] for step in run.steps] == [1, 2, 3, 4, 5, 6]
