@@ -15,6 +15,8 @@ from parts.vllm_here import copies_to, started, vllm_here
 from parts.vllm_served import CONTEXT, needs_vllm, scores, tiny
 from polyturn.engine.vllm import VllmEngine
 from polyturn.errors import EngineError, NonFiniteError, WeightSyncError
+from polyturn.loop.engine_start import as_numbers
+from polyturn.plan.engine_report import report_lines
 from polyturn.types import SamplingParams
 from polyturn.weight_sync.single_copy import SingleCopyBridge
 
@@ -188,6 +190,16 @@ def test_architectures(tmp_path, kind):
         await engine.stop()
 
     asyncio.run(share_and_compare())
+
+
+def test_it_says_how_much_it_keeps(vllm_engine):
+    report = vllm_engine.report
+    assert report.kv_bytes == pytest.approx(2**30, rel=0.01), "the usual pool on a CPU"
+    assert report.blocks * 16 <= report.tokens
+    assert any("KV cache" in line and "1.00" in line for line in report_lines(report, None))
+    numbers = as_numbers(report)
+    assert numbers["tokens"] == report.tokens
+    assert "weights_bytes" not in numbers, "vLLM does not say it on a CPU"
 
 
 # ── what breaks ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from polyturn.errors import EngineError, NonFiniteError, PolyturnError
+from polyturn.plan.engine_report import EngineReport
 from polyturn.processes.deadlines import deadline
 from polyturn.processes.threads import in_thread_within
 from polyturn.types import Completion, SamplingParams
@@ -74,6 +75,16 @@ class VllmEngine:
     def context_limit(self) -> int:
         """Most tokens of prompt and completion together."""
         return self._settings.max_model_len
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return torch.device(self._settings.device)
+
+    @property
+    def report(self) -> EngineReport | None:
+        """Memory as vLLM found it at its start; None before."""
+        return None if self._thread is None else self._thread.report
 
     async def start(self) -> None:
         """Build the engine. Raises MissingDependencyError, EngineError, DeadlineError."""
@@ -148,6 +159,7 @@ class _Thread:
         self.failure: str | None = None
         self.version = 0
         self.weights: Mapping[str, torch.Tensor] = {}
+        self.report: EngineReport | None = None
         self.max_model_len = self.vocab_size = 0
         self._settings = settings
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -215,6 +227,7 @@ class _Thread:
 
         self._core = VllmCore(self._settings)
         self.weights = self._core.weights()
+        self.report = self._core.report()
         self.max_model_len, self.vocab_size = self._core.max_model_len, self._core.vocab_size
 
     def _turn(self) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from polyturn.engine import vllm_plain
 from polyturn.engine.vllm_tensors import UnknownLayerError, held_tensors
 from polyturn.errors import EngineError, MissingDependencyError
+from polyturn.plan.engine_report import EngineReport
 from polyturn.types import SamplingParams
 
 SUPPORTED = "0.26 to 0.32"
@@ -190,6 +191,22 @@ class VllmCore:
                 )
         return found
 
+    def report(self) -> EngineReport:
+        """Memory, as vLLM found it at its start. What this version doesn't say is None; on a CPU most of it."""
+        worker = self._engine.model_executor.driver_worker.worker
+        runner, cache = worker.model_runner, self._engine.vllm_config.cache_config
+        blocks = getattr(cache, "num_gpu_blocks", None)
+        return EngineReport(
+            budget_bytes=getattr(worker, "requested_memory", None),
+            weights_bytes=getattr(runner, "model_memory_usage", None) if self._on_gpu else None,
+            activation_bytes=getattr(worker, "peak_activation_memory", None),
+            non_torch_bytes=getattr(worker, "non_torch_memory", None),
+            graph_bytes=getattr(worker, "cudagraph_memory_estimate", None),
+            kv_bytes=_pool_bytes(getattr(runner, "kv_caches", ())),
+            blocks=blocks,
+            tokens=None if blocks is None else blocks * cache.block_size,
+        )
+
     def settle(self) -> None:
         """Wait for the GPU: whoever writes the weights works on another stream than vLLM, which reads them."""
         if self._on_gpu:
@@ -207,6 +224,18 @@ class VllmCore:
         self._core.shutdown()
         del self.model, self._core, self._engine
         cleanup_dist_env_and_memory()
+
+
+def _pool_bytes(caches: Any) -> float | None:
+    """Bytes of keys and values, whose tensors lie in lists of some depth and may share memory."""
+    left, sizes = [caches], dict[int, int]()
+    while left:
+        one = left.pop()
+        if isinstance(one, list | tuple):
+            left.extend(one)
+        else:
+            sizes[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+    return float(sum(sizes.values())) or None
 
 
 def prepare_process() -> None:

@@ -22,6 +22,7 @@ from polyturn.engine.base import Engine
 from polyturn.errors import TrainingError
 from polyturn.loop.build import Policy, build_engine_and_bridge, build_trainer, policy_to_train
 from polyturn.loop.check import Checked, chat_template
+from polyturn.loop.engine_start import show_engine
 from polyturn.loop.evaluate import Evaluation, evaluate
 from polyturn.loop.openings import refuse_hidden_tools, refuse_long_openings
 from polyturn.loop.place import Place, unseen
@@ -134,6 +135,8 @@ async def train(run: Run) -> Outcome:
     after: dict[str, Evaluation] = {}
     stopped_by: str | None = None
     await run.engine.start()
+    if found := show_engine(recipe, str(run.policy.folder), run.engine, run.say):
+        run.log.write(0, found)
     try:
         with LoopWatchdog(recipe.rollout.tool_deadline_s + LOOP_GRACE_S):
             await push(run)

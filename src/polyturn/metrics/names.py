@@ -54,6 +54,7 @@ FAMILIES: Mapping[str, str] = {
     "outcome/": "Mean of one outcome component over the trajectories that have it.",
     "environment/": "Mean over trajectories of what the environment counted, such as environment/malformed.",
     "fault/": "Trajectories with one kind of fault.",
+    "engine/": "What vLLM found at its start: bytes of weights, of its pool of keys and values, tokens that fit there.",
     "eval/": "The metric after the slash, over held-out episodes; eval/success is the headline.",
     "eval_greedy/": "As eval/, sampled greedily.",
 }
