@@ -21,7 +21,13 @@ from polyturn.environments.code import generated
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*/README.md")])
-REAL = ("recipes/gsm8k-smollm2-cpu/", "recipes/search-qa/", "recipes/code/", "engine.kind=vllm")
+REAL = (
+    "recipes/arithmetic-smollm2-1gpu/",
+    "recipes/gsm8k-smollm2-cpu/",
+    "recipes/search-qa/",
+    "recipes/code/",
+    "engine.kind=vllm",
+)
 """Their commands need the real model, or vLLM, and minutes; test_gsm8k_real.py, test_search_real.py, test_code_real.py and
 test_vllm_train_real.py run them."""
 QUICK = {
