@@ -1,4 +1,4 @@
-"""The object store against real servers that are slow, broken, gone or refuse: seconds and a sentence, never a torn checkpoint."""
+"""The object store against servers that are slow, broken, gone or refuse: seconds and a sentence, never a torn checkpoint."""
 
 from __future__ import annotations
 
@@ -115,20 +115,22 @@ def test_a_few_faults_are_ridden_out(store, proxy, tmp_path, fault):
 
 
 @pytest.mark.real
-def test_an_upload_that_fails_leaves_nothing(store, proxy, tmp_path):
-    proxy.fault = on("500", method="PUT", part="partNumber=2")
-    with pytest.raises(StorageError, match="run/a failed: InternalError"):
-        store.put(file_of(tmp_path, 11 * MIB), "run/a")
-    assert store.list("run/") == []
-    assert store.sweep("run/", -3600) == 0, "it was aborted"
-    proxy.fault = lambda method, path: (
-        "500" if (method, "partNumber=2" in path) == ("PUT", True) or method == "DELETE" else None
-    )
-    with pytest.raises(StorageError):
-        store.put(file_of(tmp_path, 11 * MIB), "run/a")
-    proxy.fault = on("", times=0)
-    assert store.sweep("run/", 3600) == 0, "it may still be under way"
-    assert store.sweep("run/", -3600) == 1
+def test_an_upload_that_fails_leaves_nothing_or_is_swept(s3_servers, tmp_path):
+    """On SeaweedFS: moto says of every upload that it began in 2010."""
+    with faulty_proxy(s3_servers.url("seaweedfs")) as proxy:
+        store = ObjectStore(BUCKET, f"faults/{tmp_path.name}", endpoint_url=proxy.url, part_bytes=5 * MIB)
+        proxy.fault = on("500", method="PUT", part="partNumber=2")
+        with pytest.raises(StorageError, match="run/a failed: InternalError"):
+            store.put(file_of(tmp_path, 11 * MIB), "run/a")
+        assert store.list("run/") == []
+        assert store.sweep("run/", -3600) == 0, "it was aborted"
+        proxy.fault = lambda method, path: "500" if method == "DELETE" or "partNumber=2" in path else None
+        with pytest.raises(StorageError):
+            store.put(file_of(tmp_path, 11 * MIB), "run/a")
+        proxy.fault = on("", times=0)
+        assert store.sweep("run/", 3600) == 0, "it may still be under way"
+        assert store.sweep("run/", -3600) == 1
+        assert store.sweep("run/", -3600) == 0
 
 
 @pytest.mark.real
@@ -150,11 +152,11 @@ def test_one_that_hangs_costs_seconds_and_is_then_skipped(store, proxy, tmp_path
 @pytest.mark.real
 def test_refusals_say_what_to_do_and_no_secret(store, proxy, tmp_path):
     proxy.fault = on("expired")
-    with pytest.raises(AccessError, match="ExpiredToken.*renew the credentials") as caught:
+    with pytest.raises(AccessError, match=r"ExpiredToken.*renew the credentials") as caught:
         store.put(file_of(tmp_path, 256), "run/a")
     assert "testing" not in str(caught.value)
     proxy.fault = on("403")
-    with pytest.raises(AccessError, match="AccessDenied.*s3:PutObject"):
+    with pytest.raises(AccessError, match=r"AccessDenied.*s3:PutObject"):
         store.put_if_absent(b"x", "run/a")
 
 

@@ -30,7 +30,7 @@ _CONNECT_S, _READ_S = 5.0, 10.0
 
 @dataclass(frozen=True, slots=True)
 class Encryption:
-    """How S3 encrypts what is written: with its own keys (`AES256`), or one of KMS (`aws:kms`; `kms_key_id` or the account's)."""
+    """How S3 encrypts what is written: with its own keys (`AES256`), or one of KMS (`aws:kms`, `kms_key_id` or the default)."""
 
     kind: Literal["AES256", "aws:kms"] | None = None
     kms_key_id: str | None = None
