@@ -10,9 +10,14 @@ from pathlib import Path
 import pytest
 
 from parts.s3 import BUCKET, moto_server, seaweedfs_server
-from polyturn.storage.stores import LocalStore, ObjectStore, Store
+from polyturn.storage.stores import LocalStore, ObjectStore, Store, open_store
 
-KINDS = ["local", *(pytest.param(kind, marks=pytest.mark.real) for kind in ("s3-moto", "s3-seaweedfs"))]
+KINDS = [
+    "local",
+    "fsspec-memory",
+    "fsspec-local",
+    *(pytest.param(kind, marks=pytest.mark.real) for kind in ("s3-moto", "s3-seaweedfs")),
+]
 
 
 class Servers:
@@ -42,5 +47,9 @@ def opened(kind: str, tmp_path: Path, servers: Servers) -> Iterator[Store]:
         yield LocalStore(tmp_path / "store")
     elif kind.startswith("s3-"):
         yield ObjectStore(BUCKET, f"tests/{uuid.uuid4().hex}", endpoint_url=servers.url(kind[3:]), part_bytes=5 * 1024 * 1024)
+    elif kind == "fsspec-memory":
+        yield open_store(f"memory://tests/{uuid.uuid4().hex}")
+    elif kind == "fsspec-local":
+        yield open_store(f"local://{tmp_path / 'a folder'}")
     else:
         raise AssertionError(kind)

@@ -55,4 +55,7 @@ def open_store(url: str, access: Access = Access()) -> Store:
             raise ConfigError(f"{redacted(url)} names no bucket; give s3://bucket/prefix")
         endpoint = access.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         return ObjectStore(bucket, prefix, endpoint_url=endpoint, region=access.region, encryption=access.encryption)
-    raise ConfigError(f"{redacted(url)}: stores of {scheme} are not known")
+    from polyturn.storage.stores.fsspec import FsspecStore, refuse_unknown
+
+    refuse_unknown(scheme, url)
+    return FsspecStore(url, access.options)
