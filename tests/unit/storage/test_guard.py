@@ -9,8 +9,8 @@ import pytest
 from polyturn.errors import DeadlineError, StorageError
 from polyturn.storage.breaker import SkippedError
 from polyturn.storage.guard import GuardedStore, guarded
+from polyturn.storage.progress import tick
 from polyturn.storage.stores import LocalStore
-from polyturn.storage.stores.base import tick
 
 
 class Sick(LocalStore):

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.errors import ConfigError, MissingDependencyError, StorageError
-from polyturn.storage.stores.base import CHUNK_BYTES, AccessError, Entry, MissingKeyError, check_key, tick
+from polyturn.storage.progress import CHUNK_BYTES, tick
+from polyturn.storage.stores.base import AccessError, BadKeyError, Entry, MissingKeyError, check_key
 from polyturn.storage.stores.local import DRAFT, draft_of
 from polyturn.storage.stores.urls import redacted
 
@@ -132,7 +133,7 @@ class FsspecStore:
     def _path(self, key: str) -> str:
         check_key(key)
         if DRAFT in key:
-            raise StorageError(f"the key {key!r} is not allowed: names with {DRAFT!r} are for unfinished files")
+            raise BadKeyError(f"the key {key!r} is not allowed: names with {DRAFT!r} are for unfinished files")
         return f"{self._root}/{key}"
 
     @contextlib.contextmanager
