@@ -106,7 +106,7 @@ def fetch_selected(selection: Selection, into: Path, say: Callable[[str], None])
         with leased(stored.place) as lease:
             try:
                 manifest = read_manifest(stored.place)
-                fault = download(manifest, stored.place, into, after_each=(lambda: None) if lease is None else lease.renew)
+                fault = download(manifest, stored.place, into, after_each=(lambda: None) if lease is None else lease.keep)
             except (MissingKeyError, DamagedError) as error:
                 fault = str(error)
         if fault is None:
