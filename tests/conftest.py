@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from parts.stores import Servers
     from parts.vllm_served import VllmServed
     from polyturn.engine.vllm import VllmEngine
 
@@ -42,3 +43,13 @@ def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine
         yield engine
     finally:
         asyncio.run(engine.stop())
+
+
+@pytest.fixture(scope="session")
+def s3_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """S3 servers, started when a test asks for the URL of one."""
+    from parts.stores import Servers
+
+    servers = Servers(tmp_path_factory.mktemp("servers"))
+    yield servers
+    servers.close()
