@@ -13,6 +13,7 @@
     │   ├── DeviceMemoryError                  a GPU ran out of memory; the message has what to change
     │   ├── EngineError                        the engine died or refused
     │   ├── RankError                          a rank of the trainer ended, or the others waited too long for it
+    │   ├── StorageError                       a place for checkpoints can't be reached, refuses or is full
     │   ├── SandboxError                       the sandbox itself broke; a limit its program hit is a result instead
     │   └── WeightSyncError                    a push failed, or the two sides differ
     ├── TrainingError                 exit 4   training must not go on
@@ -83,6 +84,10 @@ class DeviceMemoryError(ResourceError):
 
 class EngineError(ResourceError):
     """The engine died, or refused a request."""
+
+
+class StorageError(ResourceError):
+    """A place for checkpoints can't be reached, refuses, is full, or holds something damaged."""
 
 
 class SandboxError(ResourceError):

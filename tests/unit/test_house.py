@@ -67,6 +67,7 @@ def test_the_contract_lists_the_rooms_the_design_promises():
         "trajectories",
         "advantages",
         "plan",
+        "storage",
     ]
     assert {f"polyturn.{room}" for room in promised} <= set(light_rooms())
 
