@@ -10,13 +10,11 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from polyturn.checkpoint.tree import Tensors
 
 _ALIGNED = 256
 
@@ -93,9 +91,10 @@ class Arena:
             lane.wait()
         return slots
 
-    def views(self, slots: Sequence[Slot]) -> Tensors:
-        """The tensors that `stage` copied, by path."""
-        return {slot.path: slot.view(self._memory) for slot in slots}
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of it, as bytes."""
+        return self._memory
 
     def close(self) -> None:
         """Give the memory back. Safe to call twice."""

@@ -47,14 +47,18 @@ class RunFolder:
                 except FileExistsError:
                     continue
                 folder = cls(root)
-                for inner in (folder.trajectories, folder.heartbeats, folder.roles, folder.logs, folder.export):
-                    inner.mkdir()
+                folder.complete()
                 return folder
         except OSError as error:
             raise ConfigError(
                 f"run.output_dir={output_dir}: can't be written to ({error.strerror}); give another folder"
             ) from error
         raise AssertionError("itertools.count has no end")
+
+    def complete(self) -> None:
+        """Make the folders in it that are not there. Raises OSError."""
+        for inner in (self.trajectories, self.heartbeats, self.roles, self.logs, self.export):
+            inner.mkdir(exist_ok=True)
 
     @property
     def recipe(self) -> Path:
