@@ -25,7 +25,7 @@ from polyturn.errors import PolyturnError
 
 
 class Checkpointer:
-    """Saves the states of one run. `separate`: in a process of their own, whose output goes to `log`; else where `save` is called.
+    """Saves the states of one run: with `separate` in a process, whose output goes to `log`, else where `save` is called.
 
     `inherited` are descriptors that the writer keeps open for as long as it lives. Methods block, and may be called from any
     thread, one at a time.
@@ -254,4 +254,3 @@ class _WriterProcess:
         code = self._process.wait()
         self._on_end(self, f"was ended by signal {-code}" if code < 0 else f"ended with code {code}")
         self._connection.close()
-

@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from polyturn.checkpoint.tree import Tensors, join, paths_in
-from polyturn.errors import ResourceError, UserError
+from polyturn.errors import CheckpointError, ResourceError
 
 STATE = "state.json"
 _FORMAT = 1
@@ -45,15 +47,11 @@ _ALLOWED = {
 _UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, KeyError, AssertionError, pickle.UnpicklingError)
 
 
-class StateError(UserError):
-    """A checkpoint that does not fit what it is loaded into."""
-
-
 def write_files(folder: Path, tensors: Mapping[str, torch.Tensor], rest: Any) -> None:
     """Write both parts of a state into `folder`, which exists and is empty. Raises what went wrong, OSError for the disk."""
-    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=False)
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=False)
     with _quiet():
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
+        save(dict(tensors), storage_writer=writer, no_dist=True)
     whole = {"format": _FORMAT, "state": rest}
     with (folder / STATE).open("w", encoding="utf-8") as file:
         json.dump(whole, file, allow_nan=False)
@@ -61,14 +59,18 @@ def write_files(folder: Path, tensors: Mapping[str, torch.Tensor], rest: Any) ->
 
 
 def read_rest(folder: Path) -> Any:
-    """The part of a state that is no tensor. Raises ResourceError when it can't be read, StateError for another format."""
+    """The part of a state that is no tensor. Raises ResourceError when it can't be read, CheckpointError for another format."""
     try:
         whole = json.loads((folder / STATE).read_text(encoding="utf-8"))
         found, rest = whole["format"], whole["state"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ResourceError(f"{folder / STATE} can't be read ({type(error).__name__}: {error}); choose another checkpoint") from error
+        raise ResourceError(
+            f"{folder / STATE} can't be read ({type(error).__name__}: {error}); choose another checkpoint"
+        ) from error
     if found != _FORMAT:
-        raise StateError(f"{folder} has format {found}, and this version of Polyturn reads {_FORMAT}; use the version that wrote it")
+        raise CheckpointError(
+            f"{folder} has format {found}, and this version of Polyturn reads {_FORMAT}; use the version that wrote it"
+        )
     return rest
 
 
@@ -79,7 +81,7 @@ def read_state(folder: Path, rest: Any, into: Mapping[str, torch.Tensor] | None 
     the others come in CPU memory.
 
     Raises:
-        StateError: a tensor that has another shape or type in `into`, or that the checkpoint doesn't hold.
+        CheckpointError: a tensor that has another shape or type in `into`, or that the checkpoint doesn't hold.
         ResourceError: the files can't be read.
     """
     paths, reader = paths_in(rest), _Reader(folder)
@@ -87,10 +89,10 @@ def read_state(folder: Path, rest: Any, into: Mapping[str, torch.Tensor] | None 
     targets: Tensors = {}
     for path in sorted(paths):
         if path not in known:
-            raise StateError(f"{folder} does not hold the tensor {path}; it is no whole checkpoint, so choose another")
+            raise CheckpointError(f"{folder} does not hold the tensor {path}; it is no whole checkpoint, so choose another")
         given, (shape, dtype) = None if into is None else into.get(path), known[path]
         if given is not None and (tuple(given.shape), given.dtype) != (shape, dtype):
-            raise StateError(
+            raise CheckpointError(
                 f"{path} is {tuple(given.shape)} of {given.dtype} here and {shape} of {dtype} in {folder}: the state is of "
                 "another model or optimizer; resume with the recipe that it was saved with, or load less of it with --load"
             )
@@ -98,13 +100,13 @@ def read_state(folder: Path, rest: Any, into: Mapping[str, torch.Tensor] | None 
     try:
         if targets:
             with _quiet():
-                dcp.load(targets, storage_reader=reader, no_dist=True)
+                load(targets, storage_reader=reader, no_dist=True)
     except _UNREADABLE as error:
         raise ResourceError(f"{folder} can't be read ({type(error).__name__}: {error}); choose another checkpoint") from error
     return join(rest, targets)
 
 
-class _Reader(dcp.FileSystemReader):
+class _Reader(FileSystemReader):
     """Torch's, with a description that can name nothing but descriptions."""
 
     def __init__(self, folder: Path) -> None:

@@ -1,10 +1,10 @@
 """What a full state is: everything that a later process needs, so that it goes on as this one would have.
 
-    modules     by name (`policy`; a critic would be another): weights, optimizer, both counters
-    loop        the last whole step, the data's cursor, what guard and estimator remember, the evaluations before training
-    random      where the generators of every rank stand
-    groups      trajectories that are under way or wait for the trainer; the synchronous loop has none between two steps
-    recipe      resolved; and the versions of the code and the packages it ran with
+modules     by name (`policy`; a critic would be another): weights, optimizer, both counters
+loop        the last whole step, the data's cursor, what guard and estimator remember, the evaluations before training
+random      where the generators of every rank stand
+groups      trajectories that are under way or wait for the trainer; the synchronous loop has none between two steps
+recipe      resolved; and the versions of the code and the packages it ran with
 """
 
 from __future__ import annotations

@@ -48,10 +48,10 @@ def main() -> None:
     os.nice(_NICE)
     connection = socket.socket(fileno=int(sys.argv[1]))
 
+    import torch
+
     from polyturn.checkpoint.arena import map_memory
     from polyturn.checkpoint.writing import CheckpointWriter, Job, Settings
-
-    import torch
 
     torch.set_num_threads(1)
     speaking = threading.Lock()

@@ -20,7 +20,6 @@ from polyturn.checkpoint.files import write_files
 from polyturn.checkpoint.places import REMOTE, scratch_root, tiers_of
 from polyturn.config.schema import CheckpointSection
 from polyturn.storage.manifest import Manifest, seal, step_name
-from polyturn.storage.tiers import Tiers
 
 Event: TypeAlias = "dict[str, Any]"
 """What a writer tells: `{"event": "written" | "tier" | "failed" | "said" | "done", "step": N, ...}`."""

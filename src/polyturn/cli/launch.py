@@ -54,8 +54,8 @@ def _supervise(recipe: Recipe, force: bool, resume: str | None, load: Load) -> i
     from polyturn.launch.local import patience_of, run_roles
     from polyturn.launch.roles import described, role_specs
     from polyturn.loop.check import check
-    from polyturn.metrics.logs import set_up_logging
     from polyturn.loop.resume import open_run
+    from polyturn.metrics.logs import set_up_logging
     from polyturn.processes.gpus import visible_gpus
 
     set_up_logging(recipe.run.log_level)

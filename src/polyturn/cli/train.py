@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +33,9 @@ def run(args: argparse.Namespace) -> int:
     resume = resume_given(args)
     recipe = read_recipe(args)
     if needs_processes(recipe):
-        start = partial(launch, resume=resume, load=args.load)
-        return dry_run(recipe, force=args.force) if args.dry_run else start(recipe, force=args.force)
+        if args.dry_run:
+            return dry_run(recipe, force=args.force)
+        return launch(recipe, force=args.force, resume=resume, load=args.load)
     checked = check(recipe)
     for line in arithmetic(checked, force=args.force):
         print(line)

@@ -58,8 +58,8 @@ def refuse_changes(found: list[Change]) -> None:
         raise ConfigError(
             "\n".join(
                 [
-                    "the recipe is not the one that the checkpoint was trained with, and the run would become another one; take "
-                    "these back, or start a new run from its weights with --resume PATH --load model:",
+                    "the recipe is not the one that the checkpoint was trained with, and the run would become another one; "
+                    "take these back, or start a new run from its weights with --resume PATH --load model:",
                     *(f"  {change}" for change in grave),
                 ]
             )

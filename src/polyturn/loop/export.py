@@ -30,7 +30,9 @@ async def export_checkpoint(folder: RunFolder, step: int | None, out: Path, say:
         ResourceError: there is one, and it can't be used.
     """
     if not folder.recipe.is_file():
-        raise ConfigError(f"{folder.root}: no run folder; give the one that `polyturn train` has printed, such as runs/quickstart")
+        raise ConfigError(
+            f"{folder.root}: no run folder; give the one that `polyturn train` has printed, such as runs/quickstart"
+        )
     checked = check(load_recipe(folder.recipe))
     recipe = checked.recipe
     tiers = tiers_of(recipe.checkpoint, folder.root.name, folder.checkpoints, say)

@@ -13,7 +13,6 @@ import asyncio
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 

@@ -155,7 +155,7 @@ async def build_run(
 async def train(run: Run) -> Outcome:
     """Train from the first step to the last, evaluate before and after, export the policy.
 
-    A stop that was asked for ends it after the step that is being trained, saves that state everywhere, and exports that policy.
+    A stop that was asked for ends it after the step that is being trained, saves that state everywhere, and exports the policy.
 
     Raises:
         ResourceError: the engine, a push, a rank or a deadline was lost, or a run that was stopped could not be saved.

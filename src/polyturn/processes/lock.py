@@ -29,7 +29,7 @@ class FileLock:
                 if time.monotonic() > until:
                     os.close(self.descriptor)
                     raise ResourceError(
-                        f"{what} is in use by another process, still after {wait_s:g} s; wait until that one has ended, or end it"
+                        f"{what} is in use by another process, still after {wait_s:g} s; wait until that has ended, or end it"
                     ) from None
             time.sleep(_LOOK_S)
 

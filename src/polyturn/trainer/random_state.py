@@ -20,7 +20,7 @@ def random_state() -> RandomState:
     """Where all of them stand."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {
         "python": [version, list(words), gauss],
         "numpy": [kind, _packed(np.asarray(keys, dtype="<u4").tobytes()), int(position), int(has_gauss), float(cached)],

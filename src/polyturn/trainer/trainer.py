@@ -29,8 +29,8 @@ from polyturn.trainer.reference import present, reference_of, without_gradient
 from polyturn.trainer.row import RowsOnDemand, RowTensors, one_sample, to_device, to_tensors
 from polyturn.trainer.scorer import Scorer, refuse_mixed_samples
 from polyturn.trainer.settings import TrainerSettings
-from polyturn.trainer.whole import gather_shards
 from polyturn.trainer.shares import Share, from_bytes, share_out, to_bytes
+from polyturn.trainer.whole import gather_shards
 from polyturn.types import TrainBatch
 from polyturn.weight_sync.base import checksum
 
