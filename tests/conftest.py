@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from parts.stores import Servers
     from parts.vllm_served import VllmServed
 
 # A machine that others keep busy is no failure of the code.
@@ -27,3 +28,13 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServed
         yield server
     finally:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def s3_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """S3 servers, started when a test asks for the URL of one."""
+    from parts.stores import Servers
+
+    servers = Servers(tmp_path_factory.mktemp("servers"))
+    yield servers
+    servers.close()

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from polyturn.config.schema import CheckpointSection
-from polyturn.storage.stores.base import Store
-from polyturn.storage.stores.local import LocalStore
+from polyturn.storage.stores import Access, Encryption, LocalStore, open_store
 from polyturn.storage.tiers import Tier, Tiers
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -25,15 +24,14 @@ def tiers_of(section: CheckpointSection, run_id: str, checkpoints: Path, say: Ca
         found.append(Tier(DISK, LocalStore(checkpoints), every.disk, keep.disk, keep.milestones))
     if section.url is not None:
         remote = every.s3 or every.disk or 1
-        found.append(Tier(REMOTE, remote_store(section.url), remote, keep.s3, keep.milestones))
+        store = open_store(section.url, access_of(section))
+        found.append(Tier(REMOTE, store, remote, keep.s3, keep.milestones))
     return Tiers(run_id, found, say=say)
 
 
-def remote_store(url: str) -> Store:
-    """The store of a URL. Raises ConfigError, MissingDependencyError."""
-    from polyturn.storage.stores import open_store  # brings what its kind needs
-
-    return open_store(url)
+def access_of(section: CheckpointSection) -> Access:
+    """How the recipe's object store is reached."""
+    return Access(endpoint_url=section.endpoint_url, encryption=Encryption(section.sse, section.kms_key_id))
 
 
 def memory_root(checkpoints: Path) -> Path:

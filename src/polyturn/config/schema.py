@@ -413,6 +413,12 @@ class CheckpointSection(Section):
     """How many are kept, by tier."""
     url: str | None = None
     """An object store or any other place of fsspec's, such as `s3://bucket/prefix`."""
+    endpoint_url: str | None = None
+    """Of an S3 server that is not AWS's."""
+    sse: Literal["AES256", "aws:kms"] | None = None
+    """How S3 encrypts what is written there."""
+    kms_key_id: str | None = None
+    """Key of `aws:kms`; the account's own when null."""
     contents: Literal["all", "model"] = "all"
     """`model`: the weights alone, a third of the size or less; a run can't go on from that, a new one can start from it."""
     export_every: int | None = Field(default=None, gt=0)

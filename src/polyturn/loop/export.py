@@ -53,7 +53,7 @@ async def export_checkpoint(folder: RunFolder, step: int | None, out: Path, say:
 
 def _fetch(tiers: Tiers, step: int | None, target: Path) -> Checkpoint:
     if step is None:
-        newest = checkpoint_or_nothing(tiers.fetch_newest(target), tiers.run_id)
+        newest = checkpoint_or_nothing(tiers, tiers.fetch_newest(target))
         if newest is None:
             raise ConfigError(f"run {tiers.run_id} has no checkpoint yet; its model as it was trained is in export/")
         return newest

@@ -17,16 +17,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from polyturn.checkpoint.places import memory_root, remote_store, tiers_of
+from polyturn.checkpoint.places import access_of, memory_root, tiers_of
 from polyturn.config.changes import changes, refuse_changes
 from polyturn.config.schema import Recipe
-from polyturn.errors import ConfigError, ResourceError
+from polyturn.errors import ConfigError, PolyturnError, ResourceError
 from polyturn.metrics.run_folder import RunFolder
 from polyturn.processes.lock import FileLock
 from polyturn.processes.whole_file import write_whole
-from polyturn.storage.manifest import MANIFEST, Place, read_manifest, step_of, verify
-from polyturn.storage.stores.local import LocalStore
-from polyturn.storage.tiers import Checkpoint, Search, Tier, Tiers
+from polyturn.storage.finding import fetch_selected, find
+from polyturn.storage.guard import guarded
+from polyturn.storage.manifest import read_manifest, verify
+from polyturn.storage.retention import stored_steps
+from polyturn.storage.stores import open_store
+from polyturn.storage.tiers import Checkpoint, Search, Tiers
 
 Load: TypeAlias = Literal["all", "model+optimizer", "model"]
 Say: TypeAlias = Callable[[str], None]
@@ -94,15 +97,22 @@ def _go_on(recipe: Recipe, given: Path | None, say: Say) -> RunFolder:
     folder = RunFolder.create(recipe.run.output_dir, recipe.run.name) if root is None else RunFolder(root)
     with FileLock(folder.lock, f"the run folder {folder.root}", wait_s=LOCK_WAIT_S):
         folder.complete()
-        folder.resume.unlink(missing_ok=True)
-        target = folder.checkpoints / _FETCHED
-        shutil.rmtree(target, ignore_errors=True)
+        source, target = resume_of(folder), folder.checkpoints / _FETCHED
+        fetched = target.with_name(f"{_FETCHED}-new")
+        shutil.rmtree(fetched, ignore_errors=True)
         tiers = tiers_of(recipe.checkpoint, folder.root.name, folder.checkpoints, say)
-        found = checkpoint_or_nothing(tiers.fetch_newest(target), folder.root.name)
+        found = checkpoint_or_nothing(tiers, tiers.fetch_newest(fetched))
+        if found is None and source is not None and verify(source.folder) is None:
+            say(f"run {folder.root.name} has no checkpoint of its own yet, so it starts as it did")
+            trim(folder, step=source.step)
+            return folder
+        folder.resume.unlink(missing_ok=True)
+        shutil.rmtree(target, ignore_errors=True)
         if found is None:
             say(f"run {folder.root.name} has no checkpoint yet, so it starts from the beginning")
             trim(folder, step=0)
             return folder
+        fetched.rename(target)
         resume = Resume(folder=target, load="all", step=found.manifest.step)
         _compare(recipe, resume, say)
         trim(folder, step=resume.step)
@@ -111,14 +121,16 @@ def _go_on(recipe: Recipe, given: Path | None, say: Say) -> RunFolder:
     return folder
 
 
-def checkpoint_or_nothing(search: Search, run_id: str) -> Checkpoint | None:
-    """What was found. None where there is nothing at all; raises ResourceError when there is something that can't be used."""
+def checkpoint_or_nothing(tiers: Tiers, search: Search) -> Checkpoint | None:
+    """What was found. None where none was ever completed; raises ResourceError when one was and can't be used."""
     if search.checkpoint is not None:
         return search.checkpoint
-    lost = [*search.rejected, *search.unreachable]
+    lost = list(search.unreachable)
+    if any(stored.has_manifest for _, stored in tiers.checkpoints()):
+        lost += search.rejected
     if lost:
         raise ResourceError(
-            f"run {run_id} has no checkpoint that is whole and can be read, and nothing starts from the beginning unasked: "
+            f"run {tiers.run_id} has no checkpoint that is whole and can be read, and nothing starts from the beginning unasked: "
             f"{'; '.join(lost)}; mend that, or start a new run without --resume"
         )
     return None
@@ -167,19 +179,25 @@ def _new_folder(recipe: Recipe) -> RunFolder:
     """A folder for a run from the beginning. Raises ConfigError when its URL has checkpoints of another run of that name."""
     folder = RunFolder.create(recipe.run.output_dir, recipe.run.name)
     shutil.rmtree(memory_root(folder.checkpoints), ignore_errors=True)  # of a run whose folder was removed
-    if recipe.checkpoint.url is not None:
-        store = remote_store(recipe.checkpoint.url)
-        if next(iter(Tiers(folder.root.name, [Tier("s3", store)]).checkpoints()), None) is not None:
-            shutil.rmtree(folder.root)
-            raise ConfigError(
-                f"checkpoint.url={recipe.checkpoint.url} has checkpoints of a run {folder.root.name}; go on from them with "
-                "--resume, or give this run another run.name"
-            )
+    url = recipe.checkpoint.url
+    if url is None:
+        return folder
+    try:
+        taken = bool(stored_steps(guarded(open_store(url, access_of(recipe.checkpoint)), "s3"), folder.root.name))
+    except PolyturnError:
+        shutil.rmtree(folder.root)
+        raise
+    if taken:
+        shutil.rmtree(folder.root)
+        raise ConfigError(
+            f"checkpoint.url={url} has checkpoints of a run {folder.root.name} already; go on from them with --resume, or give "
+            "this run another run.name"
+        )
     return folder
 
 
 def _start_from(recipe: Recipe, given: str, load: Load, say: Say) -> RunFolder:
-    source = find_checkpoint(given)
+    source = find(given, access_of(recipe.checkpoint))
     folder = _new_folder(recipe)
     try:
         target = folder.checkpoints / _FETCHED
@@ -187,10 +205,10 @@ def _start_from(recipe: Recipe, given: str, load: Load, say: Say) -> RunFolder:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copytree(source, target)
             fault = verify(target)
+            if fault is not None:
+                raise ResourceError(f"{given} can't be used: {fault}; choose another checkpoint")
         else:
-            fault = Tiers(source.manifest.run_id, [Tier(source.tier, source.place.store)]).fetch(source, target)
-        if fault is not None:
-            raise ResourceError(f"{given} can't be used: {fault}; choose another checkpoint")
+            fetch_selected(source, target, say)
         whole = load == "all"
         resume = Resume(folder=target, load=load, step=read_manifest(target).step if whole else 0)
         if whole:
@@ -202,24 +220,6 @@ def _start_from(recipe: Recipe, given: str, load: Load, say: Say) -> RunFolder:
     words = f"goes on after step {resume.step} of" if whole else f"starts with the {load.replace('+', ' and the ')} of"
     say(f"run {folder.root.name} {words} {given}")
     return folder
-
-
-def find_checkpoint(given: str) -> Checkpoint | Path:
-    """The checkpoint that a path or a URL names: one in a store, or a plain folder with a manifest. Raises ConfigError."""
-    base, _, name = given.rstrip("/").rpartition("/")
-    step = step_of(name)
-    if "://" not in given and not Path(given).is_dir():
-        raise ConfigError(f"--resume={given}: there is no such folder; give a run folder or a checkpoint, step_00000042")
-    if step is None and "://" not in given and (Path(given) / MANIFEST).is_file():
-        return Path(given)
-    if step is None:
-        raise ConfigError(f"--resume={given}: neither a run folder nor a checkpoint; a checkpoint is called step_00000042")
-    url, _, run_id = base.rpartition("/")
-    place = Place(remote_store(url) if "://" in given else LocalStore(url or "."), f"{run_id}/{name}")
-    manifest = read_manifest(place)
-    # A plain folder has its files under their own names.
-    plain = "://" not in given and all((Path(given) / shard.name).is_file() for shard in manifest.shards)
-    return Path(given) if plain else Checkpoint("given", place, manifest)
 
 
 def _lay_down(folder: RunFolder, resume: Resume) -> None:

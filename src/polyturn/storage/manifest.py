@@ -15,7 +15,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 
 from polyturn.errors import ConfigError, StorageError
 from polyturn.storage.checksums import hash_bytes, hash_file, hasher
+from polyturn.storage.parallel import each
 from polyturn.storage.stores.base import Entry, MissingKeyError, Store, check_key
 from polyturn.storage.stores.local import DRAFT, sync_folder
 
@@ -170,8 +170,7 @@ def hash_shards(folder: Path, names: Iterable[str] | None = None, *, freeze: boo
         return Shard(name, *hash_file(path))
 
     chosen = shard_names(folder) if names is None else sorted(names)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return tuple(pool.map(shard, chosen))
+    return tuple(each(shard, chosen, threads=_THREADS))
 
 
 def seal(
@@ -301,8 +300,7 @@ def _first_fault(manifest: Manifest, name: str, fault: Callable[[Shard], str | N
     said = step_of(name)
     if said is not None and said != manifest.step:
         return f"its manifest is of step {manifest.step} and stands in {name}"
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return next((found for found in pool.map(fault, manifest.shards) if found is not None), None)
+    return next((found for found in each(fault, manifest.shards, threads=_THREADS) if found is not None), None)
 
 
 def _file_fault(path: Path, shard: Shard, *, deep: bool) -> str | None:

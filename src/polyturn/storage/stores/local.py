@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import threading
+import stat
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from polyturn.errors import StorageError
 from polyturn.storage.stores.base import CHUNK_BYTES, AccessError, Entry, MissingKeyError, check_key, tick
@@ -42,7 +43,7 @@ class LocalStore:
         with _told(self.root, key):
             if target.exists() and target.samefile(file):
                 return
-            with _draft_of(target) as draft:
+            with draft_of(target) as draft:
                 if not (link and _linked(file, draft)):
                     copy_file(file, draft)
                 draft.replace(target)
@@ -51,7 +52,7 @@ class LocalStore:
     def get(self, key: str, file: Path, *, link: bool = False) -> None:
         """Copy or link the stored file."""
         source = self.path(key)
-        with _told(self.root, key), _draft_of(file) as draft:
+        with _told(self.root, key), draft_of(file) as draft:
             if not (link and _linked(source, draft)):
                 copy_file(source, draft, durable=False)
             draft.replace(file)
@@ -86,15 +87,15 @@ class LocalStore:
         path = self.path(key)
         with _told(self.root, key):
             try:
-                return path.stat() is not None
+                return stat.S_ISREG(path.stat().st_mode)
             except (FileNotFoundError, NotADirectoryError):
                 return False
 
     def put_if_absent(self, content: bytes, key: str) -> bool:
         """Write under another name, then link: of several writers exactly one succeeds."""
         target = self.path(key)
-        with _told(self.root, key), _draft_of(target) as draft:
-            _write(draft, content)
+        with _told(self.root, key), draft_of(target) as draft:
+            _write(draft, content, "wb")
             try:
                 os.link(draft, target)
             except FileExistsError:
@@ -136,10 +137,10 @@ class LocalStore:
                     todo.append(Path(entry.path))
                     continue
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                    stat = entry.stat(follow_symlinks=False)
+                    found = entry.stat(follow_symlinks=False)
                     key = Path(entry.path).relative_to(self.root).as_posix()
                     if key.startswith(prefix) or DRAFT in entry.name:
-                        yield Entry(key, stat.st_size, max(stat.st_mtime, stat.st_ctime))
+                        yield Entry(key, found.st_size, max(found.st_mtime, found.st_ctime))
             first = False
 
     def _remove_empty(self, folder: Path) -> None:
@@ -153,10 +154,17 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 @contextlib.contextmanager
-def _draft_of(target: Path) -> Iterator[Path]:
-    """A name beside `target` for its content while it is written; removed at the end, whatever happened."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name[:180]}{DRAFT}{os.getpid()}-{threading.get_ident():x}-{uuid.uuid4().hex[:8]}")
+def draft_of(target: Path) -> Iterator[Path]:
+    """An empty file beside `target` for its content while it is written; removed at the end, whatever happened."""
+    draft = target.with_name(f".{target.name[:180]}{DRAFT}{os.getpid()}-{uuid.uuid4().hex[:12]}")
+    for left in range(9, -1, -1):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+            break
+        except FileNotFoundError:  # whoever deleted the last other file in this folder took it away
+            if not left:
+                raise
     try:
         yield draft
     finally:
@@ -164,9 +172,11 @@ def _draft_of(target: Path) -> Iterator[Path]:
 
 
 def _linked(source: Path, target: Path) -> bool:
-    """Give the file a second name; False where that can't be done (another disk, no links there)."""
+    """Make `target` a second name of the file; False where that can't be done (another disk, no links there)."""
+    link = target.with_name(f"{target.name}.link")
     try:
-        os.link(source, target)
+        os.link(source, link)
+        link.replace(target)
     except OSError as error:
         if error.errno in (*_NO_LINKS, errno.EXDEV):
             return False
@@ -177,7 +187,7 @@ def _linked(source: Path, target: Path) -> bool:
 def copy_file(source: Path, target: Path, *, durable: bool = True) -> None:
     """Copy in pieces, each a tick; `durable`: on the disk when this returns. Raises OSError."""
     buffer, unsynced = memoryview(bytearray(CHUNK_BYTES)), 0
-    with source.open("rb", buffering=0) as reader, target.open("xb", buffering=0) as writer:
+    with source.open("rb", buffering=0) as reader, target.open("wb", buffering=0) as writer:
         while count := reader.readinto(buffer):
             done = 0
             while done < count:
@@ -204,8 +214,8 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _write(path: Path, content: bytes) -> None:
-    with path.open("xb", buffering=0) as file:
+def _write(path: Path, content: bytes, mode: Literal["wb", "xb"]) -> None:
+    with path.open(mode, buffering=0) as file:
         view = memoryview(content)
         while view:
             view = view[file.write(view) :]
@@ -215,7 +225,7 @@ def _write(path: Path, content: bytes) -> None:
 def _created(target: Path, content: bytes) -> bool:
     """Where there are no links: create the file under its own name. A reader may see part of it, which no manifest survives."""
     try:
-        _write(target, content)
+        _write(target, content, "xb")
     except FileExistsError:
         return False
     except OSError:
