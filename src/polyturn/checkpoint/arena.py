@@ -7,16 +7,21 @@ so that the device copies at full speed and beside its other work.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import mmap
 import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 _ALIGNED = 256
+_MOST_SHARE = 0.9
+"""Of the free memory that staging takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,10 @@ class Arena:
         if size <= self.size:
             return
         self.close()
+        free = free_memory()
+        if free is not None and size > free * _MOST_SHARE:
+            # Asked for all the same, the system would end some process, and perhaps this one, to find it.
+            raise OSError(errno.ENOMEM, f"{size:,} bytes of memory are needed and {free:,} are free")
         self.descriptor = _nameless(size)
         try:
             if hasattr(os, "posix_fallocate"):
@@ -129,6 +138,19 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     gather: Any = getattr(tensor, "full_tensor", None)
     whole: torch.Tensor = tensor if gather is None else gather()
     return whole.detach()
+
+
+def free_memory() -> int | None:
+    """Bytes that this machine, or the group of processes that this one belongs to, can still give; None if nobody says."""
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+        group = Path("/sys/fs/cgroup")
+        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return min(found) if found else None
 
 
 def map_memory(descriptor: int, size: int) -> torch.Tensor:
