@@ -127,7 +127,7 @@ class Trainer:
     def state(self, contents: Contents = "all") -> dict[str, Any]:
         """What a later trainer goes on from, with the live tensors: the trained weights, the optimizer, both counters.
 
-        `contents` "model" leaves the optimizer out, but for float32 copies of the weights.
+        `contents` "model" leaves the optimizer and its steps out, but for float32 copies of the weights.
         """
         state: dict[str, Any] = {
             "model": pushed_weights(self.model),
@@ -137,7 +137,7 @@ class Trainer:
             "version": self.version,
         }
         if contents == "model":
-            optimizer = state.pop("optimizer")
+            optimizer, _ = state.pop("optimizer"), state.pop("optimizer_step")
             if "masters" in optimizer:
                 state["optimizer"] = {"masters": optimizer["masters"]}
         return state
