@@ -65,7 +65,9 @@ def test_numbers_that_json_does_not_have():
     assert back["b"] == [math.inf, -math.inf]
 
 
-@pytest.mark.parametrize(("state", "said"), [({"a": {"b": object()}}, "a.b: a object"), ({"a": {1.5: 1}}, "a: the keys"), ({"a": {True: 1}}, "keys")])
+@pytest.mark.parametrize(
+    ("state", "said"), [({"a": {"b": object()}}, "a.b: a object"), ({"a": {1.5: 1}}, "a: the keys"), ({"a": {True: 1}}, "keys")]
+)
 def test_what_is_no_part_of_a_state_is_named(state, said):
     with pytest.raises(TypeError, match=said):
         split(state)
