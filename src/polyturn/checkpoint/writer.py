@@ -18,7 +18,7 @@ import threading
 from typing import Any
 
 _LENGTH_BYTES = 8
-_NICE = 10
+_NICE = 5
 
 
 def send(connection: socket.socket, message: Any, descriptor: int | None = None) -> None:
@@ -45,7 +45,6 @@ def main() -> None:
     """Serve the socket whose descriptor is the first argument."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # it ends by itself, and soon
-    os.nice(_NICE)
     connection = socket.socket(fileno=int(sys.argv[1]))
 
     import torch
@@ -63,6 +62,7 @@ def main() -> None:
     first = receive(connection)
     if first is None:
         return
+    os.nice(_NICE)  # not before: starting is what the first checkpoint waits for
     writer = CheckpointWriter(Settings.from_json(first[0]), tell)
     memory = torch.empty(0, dtype=torch.uint8)
     while (message := receive(connection)) is not None:

@@ -130,7 +130,7 @@ def checkpoint_or_nothing(tiers: Tiers, search: Search) -> Checkpoint | None:
         lost += search.rejected
     if lost:
         raise ResourceError(
-            f"run {tiers.run_id} has no checkpoint that is whole and can be read, and nothing starts from the beginning unasked: "
+            f"run {tiers.run_id} has no checkpoint that is whole and can be read, and nothing starts anew unasked: "
             f"{'; '.join(lost)}; mend that, or start a new run without --resume"
         )
     return None

@@ -66,7 +66,7 @@ def test_another_shape_or_type_is_refused(saved, other):
 
 
 def test_a_tensor_that_is_not_there_is_named(saved):
-    with pytest.raises(CheckpointError, match="does not hold the tensor modules.value.model.w"):
+    with pytest.raises(CheckpointError, match=r"does not hold the tensor modules\.value\.model\.w"):
         read_state(saved[0], {"w": {"tensor": "modules.value.model.w"}})
 
 

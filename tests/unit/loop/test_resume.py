@@ -144,9 +144,7 @@ def test_no_whole_one_is_an_error_and_nothing_is_lost(bench, monkeypatch):
     shard.unlink()
     ended = bench("train", *RUN, "run.name=cut", "--resume")
     assert ended.code == 3
-    assert (
-        "nothing starts from the beginning unasked: step_00000001 in tier disk is not taken: its shard state.json" in ended.err
-    )
+    assert "nothing starts anew unasked: step_00000001 in tier disk is not taken: its shard state.json" in ended.err
     assert len(metrics_of(bench.runs / "cut")) > 1
 
 
