@@ -9,10 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from parts.memory_tier import memory_tier
 from parts.s3 import BUCKET, moto_server, seaweedfs_server
-from polyturn.storage.stores import LocalStore, ObjectStore, Store
+from polyturn.storage.stores import Access, LocalStore, ObjectStore, Store, open_store
 
-KINDS = ["local", *(pytest.param(kind, marks=pytest.mark.real) for kind in ("s3-moto", "s3-seaweedfs"))]
+KINDS = [
+    "local",
+    "fsspec-memory",
+    "fsspec-local",
+    "memory-tier",
+    *(pytest.param(kind, marks=pytest.mark.real) for kind in ("s3-moto", "s3-seaweedfs")),
+]
 
 
 class Servers:
@@ -42,5 +49,12 @@ def opened(kind: str, tmp_path: Path, servers: Servers) -> Iterator[Store]:
         yield LocalStore(tmp_path / "store")
     elif kind.startswith("s3-"):
         yield ObjectStore(BUCKET, f"tests/{uuid.uuid4().hex}", endpoint_url=servers.url(kind[3:]), part_bytes=5 * 1024 * 1024)
+    elif kind == "memory-tier":
+        with memory_tier(tmp_path / "shared memory") as url:
+            yield open_store(url, Access(token="secret"))
+    elif kind == "fsspec-memory":
+        yield open_store(f"memory://tests/{uuid.uuid4().hex}")
+    elif kind == "fsspec-local":
+        yield open_store(f"local://{tmp_path / 'a folder'}")
     else:
         raise AssertionError(kind)

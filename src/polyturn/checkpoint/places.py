@@ -13,6 +13,8 @@ from polyturn.storage.tiers import Tier, Tiers
 
 _SHARED_MEMORY = Path("/dev/shm")
 MEMORY, DISK, REMOTE = "memory", "disk", "s3"
+WRITING = ".writing"
+"""Folder in which a checkpoint is put together."""
 
 
 def tiers_of(section: CheckpointSection, run_id: str, checkpoints: Path, say: Callable[[str], None]) -> Tiers:
@@ -42,4 +44,4 @@ def memory_root(checkpoints: Path) -> Path:
 
 def scratch_root(checkpoints: Path, tiers: list[str]) -> Path:
     """Where a checkpoint for these tiers is put together: on the disk of the first of them, so that files can be linked."""
-    return (memory_root(checkpoints) if MEMORY in tiers else checkpoints) / ".writing"
+    return (memory_root(checkpoints) if MEMORY in tiers else checkpoints) / WRITING

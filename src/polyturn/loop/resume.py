@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from polyturn.checkpoint.places import access_of, memory_root, tiers_of
+from polyturn.checkpoint.places import WRITING, access_of, memory_root, tiers_of
 from polyturn.config.changes import changes, refuse_changes
 from polyturn.config.schema import Recipe
 from polyturn.errors import ConfigError, PolyturnError, ResourceError
@@ -97,6 +97,8 @@ def _go_on(recipe: Recipe, given: Path | None, say: Say) -> RunFolder:
     folder = RunFolder.create(recipe.run.output_dir, recipe.run.name) if root is None else RunFolder(root)
     with FileLock(folder.lock, f"the run folder {folder.root}", wait_s=LOCK_WAIT_S):
         folder.complete()
+        for scratch in (folder.checkpoints, memory_root(folder.checkpoints)):
+            shutil.rmtree(scratch / WRITING, ignore_errors=True)  # of a writer that was killed
         source, target = resume_of(folder), folder.checkpoints / _FETCHED
         fetched = target.with_name(f"{_FETCHED}-new")
         shutil.rmtree(fetched, ignore_errors=True)

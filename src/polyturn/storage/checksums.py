@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from polyturn.storage.stores.base import CHUNK_BYTES, tick
+from polyturn.storage.progress import CHUNK_BYTES, tick
 
 
 def hasher() -> Any:

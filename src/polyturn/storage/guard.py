@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from polyturn.errors import DeadlineError, StorageError
 from polyturn.storage.breaker import Breaker
-from polyturn.storage.stores.base import Entry, MissingKeyError, Progress, Store, progress
+from polyturn.storage.progress import Progress, progress
+from polyturn.storage.stores.base import Entry, MissingKeyError, Store
 
 T = TypeVar("T")
 

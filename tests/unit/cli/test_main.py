@@ -41,6 +41,8 @@ HELPS = {
     "--help": ["train", "plan", "launch", "eval", "export", "rollout", "replay", "warmstart", "env", "data", "role"],
     "train --help": ["RECIPE.yaml", "section.key=value", "--dry-run", "--resume", "--load"],
     "export --help": ["RUN", "--step", "--out"],
+    "checkpoint --help": ["list", "verify", "prune", "copy"],
+    "memory-tier --help": ["serve"],
     "plan --help": ["RECIPE.yaml", "section.key=value", "--instance", "--gpu", "--gpus", "--tasks", "--hardware", "--json"],
     "launch --help": ["local"],
     "launch local --help": ["RECIPE.yaml", "section.key=value", "--dry-run", "--resume", "--load"],

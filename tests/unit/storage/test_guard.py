@@ -9,8 +9,8 @@ import pytest
 from polyturn.errors import DeadlineError, StorageError
 from polyturn.storage.breaker import SkippedError
 from polyturn.storage.guard import GuardedStore, guarded
+from polyturn.storage.progress import tick
 from polyturn.storage.stores import LocalStore
-from polyturn.storage.stores.base import tick
 
 
 class Sick(LocalStore):
@@ -50,7 +50,7 @@ def test_a_request_that_is_too_slow_is_given_up(tmp_path):
             never.wait(0.02)
             tick(1)
 
-    store = GuardedStore(Sick(tmp_path, drip), "s3", stall_s=0.5)
+    store = GuardedStore(Sick(tmp_path, drip), "s3", stall_s=0.25)
     with pytest.raises(DeadlineError, match="less than 1,000,000 a second"):
         store.read("run/a")
 
@@ -59,12 +59,12 @@ def test_a_long_request_that_moves_is_not(tmp_path):
     pause = threading.Event()
 
     def work(key: str) -> bytes:
-        for _ in range(20):
+        for _ in range(12):
             pause.wait(0.05)
             tick(1_000_000)
         return b"done"
 
-    assert GuardedStore(Sick(tmp_path, work), "s3", stall_s=0.5).read("run/a") == b"done"
+    assert GuardedStore(Sick(tmp_path, work), "s3", stall_s=0.3).read("run/a") == b"done"
 
 
 def test_errors_come_through_and_count(tmp_path):

@@ -31,8 +31,8 @@ def seed_of_the_commit() -> int:
     return zlib.crc32(head.stdout.encode())
 
 
-def publish_until_killed(work: Path, first: int, places: dict[str, str], delay_s: float) -> dict[str, int]:
-    """Start a publisher, kill it that long after its first line, and return the newest step it promised, by tier."""
+def publish_until_killed(work: Path, first: int, places: dict[str, str], delay_s: float, *, lines: int) -> dict[str, int]:
+    """Start a publisher, kill it that long after so many lines of it, and return the newest step it promised, by tier."""
     command = [sys.executable, str(PUBLISHER), str(work), str(first), *(f"{name}={url}" for name, url in places.items())]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -42,7 +42,8 @@ def publish_until_killed(work: Path, first: int, places: dict[str, str], delay_s
     killer: threading.Timer | None = None
     assert process.stdout is not None
     for line in process.stdout:
-        if killer is None:
+        lines -= 1
+        if killer is None and lines <= 0:
             killer = threading.Timer(delay_s, process.kill)
             killer.start()
         word, step, name = line.split(" ", 2)
@@ -62,7 +63,9 @@ def survive(tmp_path: Path, places: dict[str, str], *, kills: int, longest_s: fl
     step = 0
     ever: dict[str, int] = {}
     for kill in range(kills):
-        ever |= publish_until_killed(tmp_path / "work", step, places, rng.uniform(0, longest_s))
+        ever |= publish_until_killed(
+            tmp_path / "work", step, places, rng.uniform(0, longest_s), lines=1 if ever else len(places)
+        )
         why = f"kill {kill} of POLYTURN_KILL_SEED={seed}"
         for tier in tiers.tiers:
             into = tmp_path / f"in {kill} {tier.name}"
@@ -89,7 +92,7 @@ def survive(tmp_path: Path, places: dict[str, str], *, kills: int, longest_s: fl
 
 
 def test_local_tiers(tmp_path):
-    survive(tmp_path, {"memory": str(tmp_path / "memory"), "disk": str(tmp_path / "disk")}, kills=3, longest_s=0.4)
+    survive(tmp_path, {"memory": str(tmp_path / "memory"), "disk": str(tmp_path / "disk")}, kills=2, longest_s=0.3)
 
 
 @pytest.mark.real

@@ -8,7 +8,7 @@ import os
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyturn.errors import ConfigError, StorageError
@@ -52,7 +52,7 @@ shards = st.builds(
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
+    max_leaves=4,
 )
 manifests = st.builds(
     Manifest,
@@ -65,11 +65,13 @@ manifests = st.builds(
 )
 
 
+@settings(max_examples=40)
 @given(manifests)
 def test_what_is_written_is_read_back(manifest):
     assert Manifest.from_json(manifest.to_json()) == manifest
 
 
+@settings(max_examples=40)
 @given(manifests, st.data())
 def test_one_changed_byte_is_found_or_changes_nothing(manifest, data):
     content = bytearray(manifest.to_json())
@@ -79,6 +81,7 @@ def test_one_changed_byte_is_found_or_changes_nothing(manifest, data):
         assert Manifest.from_json(bytes(content)) == manifest  # white space, or another spelling of the same
 
 
+@settings(max_examples=40)
 @given(manifests, st.floats(0, 1, exclude_max=True))
 def test_a_torn_manifest_is_found(manifest, share):
     content = manifest.to_json()[:-2]  # the last byte before the closing brace and on are not needed to tell
@@ -86,6 +89,7 @@ def test_a_torn_manifest_is_found(manifest, share):
         Manifest.from_json(content[: int(len(content) * share)])
 
 
+@settings(max_examples=60)
 @given(st.binary(max_size=60) | json_values.map(lambda value: json.dumps(value).encode()))
 def test_anything_else_is_refused(content):
     with pytest.raises(DamagedError, match="its manifest"):

@@ -6,8 +6,6 @@ wrong is a `StorageError`, never a half-written file under its own name.
 
 from __future__ import annotations
 
-import contextvars
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +13,13 @@ from typing import Protocol, runtime_checkable
 
 from polyturn.errors import StorageError
 
-CHUNK_BYTES = 4 * 1024 * 1024
-"""Files are read, written and hashed in pieces of this size."""
-
 
 class MissingKeyError(StorageError):
     """There is no file under this key. The store itself is well."""
+
+
+class BadKeyError(StorageError):
+    """A key that no store takes."""
 
 
 class AccessError(StorageError):
@@ -87,42 +86,14 @@ class Store(Protocol):
 
 
 def check_key(key: str) -> str:
-    """The key itself. Raises StorageError for one that could leave its store, or that some store can't hold.
+    """The key itself. Raises BadKeyError for one that could leave its store, or that some store can't hold.
 
     >>> check_key("lookup/step_00000042/.metadata")
     'lookup/step_00000042/.metadata'
     """
     parts = key.split("/")
     if any(part in ("", ".", "..") for part in parts) or any(ord(letter) < 32 or letter == "\\" for letter in key):
-        raise StorageError(f"the key {key!r} is not allowed: its parts must be plain names, divided by single slashes")
+        raise BadKeyError(f"the key {key!r} is not allowed: its parts must be plain names, divided by single slashes")
     if len(key.encode("utf-8", "surrogatepass")) > 900:
-        raise StorageError(f"the key {key[:60]!r}... is too long: at most 900 bytes")
+        raise BadKeyError(f"the key {key[:60]!r}... is too long: at most 900 bytes")
     return key
-
-
-class Progress:
-    """What a request has done so far. Whoever waits looks at it; whoever works calls `tick`."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self.last = time.monotonic()
-        self.abandoned = False
-        """Nobody waits any more: the work should end at its next tick."""
-
-    def tick(self, num_bytes: int) -> None:
-        """Note that bytes have moved. Raises StorageError once nobody waits any more."""
-        if self.abandoned:
-            raise StorageError("nobody waits for this request any more")
-        self.num_bytes += num_bytes
-        self.last = time.monotonic()
-
-
-progress: contextvars.ContextVar[Progress | None] = contextvars.ContextVar("progress", default=None)
-"""Of the request that this code works for; set by `guard.GuardedStore`."""
-
-
-def tick(num_bytes: int) -> None:
-    """Note for whoever waits that bytes have moved."""
-    found = progress.get()
-    if found is not None:
-        found.tick(num_bytes)

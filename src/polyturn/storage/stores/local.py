@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from polyturn.errors import StorageError
-from polyturn.storage.stores.base import CHUNK_BYTES, AccessError, Entry, MissingKeyError, check_key, tick
+from polyturn.storage.progress import CHUNK_BYTES, tick
+from polyturn.storage.stores.base import AccessError, BadKeyError, Entry, MissingKeyError, check_key
 
 DRAFT = ".draft-"
 """Part of the names of files that are being written. `list` passes over them."""
@@ -34,7 +35,7 @@ class LocalStore:
     def path(self, key: str) -> Path:
         """Where the file of a key is."""
         if DRAFT in key:
-            raise StorageError(f"the key {key!r} is not allowed: names with {DRAFT!r} are for unfinished files")
+            raise BadKeyError(f"the key {key!r} is not allowed: names with {DRAFT!r} are for unfinished files")
         return self.root / check_key(key)
 
     def put(self, file: Path, key: str, *, link: bool = False) -> None:

@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 from polyturn.errors import ConfigError
 from polyturn.storage.stores.base import Store
 from polyturn.storage.stores.local import LocalStore
+from polyturn.storage.stores.memory_tier import SCHEME, MemoryTierStore
 from polyturn.storage.stores.s3 import Encryption, ObjectStore
 from polyturn.storage.stores.urls import redacted
 
@@ -34,7 +35,7 @@ class Access:
 
 
 def open_store(url: str, access: Access = Access()) -> Store:
-    """The store of a URL: a folder, `s3://bucket/prefix`, or whatever fsspec reads.
+    """The store of a URL: a folder, `s3://bucket/prefix`, `memory-tier://host:port`, or whatever fsspec reads.
 
     Nothing is asked yet. Raises ConfigError for a URL that names no place.
     """
@@ -55,4 +56,9 @@ def open_store(url: str, access: Access = Access()) -> Store:
             raise ConfigError(f"{redacted(url)} names no bucket; give s3://bucket/prefix")
         endpoint = access.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         return ObjectStore(bucket, prefix, endpoint_url=endpoint, region=access.region, encryption=access.encryption)
-    raise ConfigError(f"{redacted(url)}: stores of {scheme} are not known")
+    if scheme == SCHEME:
+        return MemoryTierStore(url, access.token or os.environ.get("POLYTURN_MEMORY_TIER_TOKEN"))
+    from polyturn.storage.stores.fsspec import FsspecStore, refuse_unknown
+
+    refuse_unknown(scheme, url)
+    return FsspecStore(url, access.options)

@@ -6,7 +6,6 @@ Credentials come from where boto3 finds them (environment, profile, role), never
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import threading
 import time
@@ -17,8 +16,10 @@ from typing import Any, Literal
 
 from polyturn.errors import ConfigError, MissingDependencyError, StorageError
 from polyturn.storage.parallel import each
-from polyturn.storage.stores.base import CHUNK_BYTES, AccessError, Entry, MissingKeyError, check_key, tick
+from polyturn.storage.progress import CHUNK_BYTES, tick
+from polyturn.storage.stores.base import AccessError, Entry, MissingKeyError, check_key
 from polyturn.storage.stores.local import draft_of
+from polyturn.storage.stores.section import Section
 from polyturn.storage.stores.urls import redacted
 
 PART_BYTES = 16 * 1024 * 1024
@@ -81,7 +82,7 @@ class ObjectStore:
         with self._told(key):
             num_bytes = file.stat().st_size
             if num_bytes <= self._part_bytes:
-                with _Section(file, 0, num_bytes) as body:
+                with Section(file, 0, num_bytes) as body:
                     self._client.put_object(Bucket=self._bucket, Key=name, Body=body, **self._encryption.arguments())
             else:
                 self._put_parts(file, name, num_bytes)
@@ -187,7 +188,7 @@ class ObjectStore:
 
         def send(number: int) -> dict[str, Any]:
             start = (number - 1) * part_bytes
-            with _Section(file, start, min(part_bytes, num_bytes - start)) as body:
+            with Section(file, start, min(part_bytes, num_bytes - start)) as body:
                 answer = self._client.upload_part(**upload, PartNumber=number, Body=body)
             tick(0)
             return {"ETag": answer["ETag"], "PartNumber": number}
@@ -277,54 +278,6 @@ _REFUSED: Mapping[str, str] = {
     "KMS.AccessDeniedException": "give the role kms:GenerateDataKey and kms:Decrypt for the key",
     "403": _RIGHTS,
 }
-
-
-class _Section(io.RawIOBase):
-    """A part of a file as a request's body; every piece that is sent is a tick."""
-
-    def __init__(self, file: Path, start: int, num_bytes: int) -> None:
-        super().__init__()
-        self._file = file.open("rb", buffering=0)
-        self._start = start
-        self._num_bytes = num_bytes
-        self._at = 0
-
-    def __len__(self) -> int:
-        return self._num_bytes
-
-    def readable(self) -> bool:
-        """Yes."""
-        return True
-
-    def seekable(self) -> bool:
-        """Yes: a request that is sent again starts over."""
-        return True
-
-    def tell(self) -> int:
-        """Place in this part."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Go to a place in this part."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
-        self._at = min(max(0, base + offset), self._num_bytes)
-        return self._at
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """The next bytes."""
-        left = self._num_bytes - self._at
-        count = left if size is None or size < 0 else min(size, left)
-        piece = os.pread(self._file.fileno(), count, self._start + self._at) if count else b""
-        if count and not piece:
-            raise StorageError(f"{self._file.name} became shorter while it was stored")
-        self._at += len(piece)
-        tick(len(piece))
-        return piece
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-        super().close()
 
 
 def _pour(body: Any, handle: int, start: int) -> None:
