@@ -210,7 +210,7 @@ def _start_from(recipe: Recipe, given: str, load: Load, say: Say) -> RunFolder:
             if fault is not None:
                 raise ResourceError(f"{given} can't be used: {fault}; choose another checkpoint")
         else:
-            fetch_selected(source, target, say)
+            fetch_selected([source], target, say)
         whole = load == "all"
         resume = Resume(folder=target, load=load, step=read_manifest(target).step if whole else 0)
         if whole:
