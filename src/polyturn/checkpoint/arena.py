@@ -102,6 +102,11 @@ class Arena:
         return slots
 
     @property
+    def pinned(self) -> bool:
+        """Whether its pages are locked, so that a GPU copies at full speed."""
+        return self._pinned
+
+    @property
     def memory(self) -> torch.Tensor:
         """All of it, as bytes."""
         return self._memory
