@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from polyturn.errors import ModelError
 from polyturn.trainer.head import HeadShape, head_logprobs
 from polyturn.trainer.row import RowTensors
+from polyturn.trainer.sharding import as_forward
 
 _log = logging.getLogger(__name__)
 _PROBE_TOKENS = 6
@@ -61,6 +63,9 @@ class Scorer:
 
     def __call__(self, row: RowTensors) -> tuple[Tensor, Tensor]:
         """`trainer_logprobs_N` with gradient and `entropy_N` without, of the trained tokens of `row`."""
+        return as_forward(self.model, partial(self._scored, row))
+
+    def _scored(self, row: RowTensors) -> tuple[Tensor, Tensor]:
         if self._head is None:
             return _of_logits(self._run(self.model, row, logits_to_keep=row.predicting_N).logits[0], row)
         hidden_TH: Tensor = self._run(self._head.backbone, row).last_hidden_state[0]
@@ -97,9 +102,13 @@ def find_head(model: Any) -> Head | None:
     device, vocabulary = found.output.weight.device, found.output.weight.shape[0]
     ids_1T = (torch.arange(_PROBE_TOKENS, device=device) * 7919 % vocabulary)[None]
     own_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float()
-    hidden_TH = found.backbone(input_ids=ids_1T, use_cache=False).last_hidden_state[0]
     targets_T, ones_T = own_TV.argmax(-1), torch.ones(_PROBE_TOKENS, device=device)
-    logprobs_T, _ = found.logprobs(hidden_TH, targets_T, ones_T)
+
+    def in_parts() -> Tensor:
+        hidden_TH = found.backbone(input_ids=ids_1T, use_cache=False).last_hidden_state[0]
+        return found.logprobs(hidden_TH, targets_T, ones_T)[0]
+
+    logprobs_T = as_forward(model, in_parts)
     wanted_T = torch.log_softmax(own_TV, -1).gather(-1, targets_T[:, None])[:, 0]
     gap = float((logprobs_T - wanted_T).abs().max() / own_TV.abs().max().clamp_min(1.0))
     if gap > _MOST_GAP.get(found.output.weight.dtype, 1e-4):

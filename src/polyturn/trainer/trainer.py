@@ -6,7 +6,9 @@ does not depend on how the tokens are cut into rows, nor on how the rows are dea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +22,8 @@ from polyturn.losses.ratio import segment_log_ratio
 from polyturn.losses.sampler import sampler_weights
 from polyturn.models.adapters import pushed_weights
 from polyturn.trainer.layers import prepare_layers
-from polyturn.trainer.optimizer import build_optimizer, clip, learning_rate_at
+from polyturn.trainer.optimizer import learning_rate_at
+from polyturn.trainer.parallel import OnDemand, Sharded, ShardedWeights, lay_out
 from polyturn.trainer.ranks import Alone, Ranks
 from polyturn.trainer.record import Record
 from polyturn.trainer.reference import present, reference_of, without_gradient
@@ -29,9 +32,9 @@ from polyturn.trainer.scorer import Scorer, refuse_mixed_samples
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.shares import Share, from_bytes, share_out, to_bytes
 from polyturn.types import TrainBatch
-from polyturn.weight_sync.base import checksum
+from polyturn.weight_sync.base import WeightSource, WholeWeights, checksum
 
-_TRAIN, _END = "train", "end"
+_TRAIN, _GATHER, _SCORE, _END = "train", "gather", "score", "end"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,11 @@ class Trainer:
     ) -> None:
         assert reference is not None or settings.loss.beta == 0, "a KL term needs a reference"
         self.model = model.eval()
+        self._ranks: Ranks = ranks or Alone()
+        self._refuse_different("weights", sum(checksum(tensor) for tensor in model.state_dict().values()) if ranks else 0)
+        self._layout = lay_out(model, settings, self._ranks, exact)
+        if isinstance(self._layout, Sharded) and reference not in (None, model):
+            self._layout.cut_reference(reference)
         self._score = Scorer(self.model, float32_head=settings.float32_head)
         refuse_mixed_samples(self._score)
         prepare_layers(self.model, activations=settings.activations, compiled=settings.compiled)
@@ -76,19 +84,35 @@ class Trainer:
         self.version = version
         self.optimizer_step = 0
         self._device = next(model.parameters()).device
-        self.optimizer = build_optimizer(model, settings, exact)
-        self._ranks: Ranks = ranks or Alone()
-        self._refuse_different("weights", sum(checksum(tensor) for tensor in model.state_dict().values()) if ranks else 0)
+        self.optimizer = self._layout.optimizer()
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Every tensor that a push has to bring to an engine, by name: all of them, or the adapters where those are trained."""
+        """Every tensor that a push has to bring to an engine, by name: all of them, or the adapters where those are trained.
+
+        Of a sharded policy they have whole shapes and this rank's numbers; see `gather`.
+        """
         return pushed_weights(self.model)
 
+    def source(self) -> WeightSource:
+        """The weights as a bridge wants them. On rank 0."""
+        return ShardedWeights(self.weights, self.gather) if self._layout.lockstep else WholeWeights(self.weights)
+
+    def gather(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """On rank 0, with all others in `serve`: whole tensors of the model's state, by name. Raises RankError."""
+        if not self._layout.lockstep:
+            return self._layout.whole(names)
+        with self._ranks.tell(_GATHER, [json.dumps(list(names)).encode()] * (self._ranks.size - 1)):
+            return self._layout.whole(names)
+
+    def whole(self, names: Iterable[str]) -> Mapping[str, Tensor]:
+        """On rank 0: these tensors of the model's state, each gathered when it is asked for and not kept."""
+        return OnDemand(list(names), self.gather)
+
     def logprobs_of(self, prompt: Sequence[int], ids: Sequence[int]) -> list[float]:
-        """Log-probabilities of `ids` after `prompt`, at temperature 1."""
-        self.model.eval()
-        (logprobs_N,) = without_gradient(self._score, [one_sample(prompt, ids, self._device)])
-        return [float(value) for value in logprobs_N]
+        """On rank 0: log-probabilities of `ids` after `prompt`, at temperature 1. Raises RankError."""
+        asked = json.dumps([list(prompt), list(ids)]).encode()
+        with self._ranks.tell(_SCORE, [asked] * (self._ranks.size - 1)) if self._layout.lockstep else nullcontext():
+            return self._logprobs_of(prompt, ids)
 
     def train(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
         """All optimizer steps of one training step: `num_iterations` passes over `batches`, one step each.
@@ -100,24 +124,32 @@ class Trainer:
             NonFiniteError: a loss, a log-probability or a gradient is nan or inf; the weights are those before the step.
             RankError: another rank ended or is late.
         """
-        shares = share_out(batches, self._ranks.size, self.settings, on_policy=not self._several(len(batches)))
-        self._ranks.tell(_TRAIN, [to_bytes(share) for share in shares[1:]])
-        return self._train(shares[0])
+        on_policy, even = not self._several(len(batches)), self._layout.lockstep
+        shares = share_out(batches, self._ranks.size, self.settings, on_policy=on_policy, equally_many=even)
+        with self._ranks.tell(_TRAIN, [to_bytes(share) for share in shares[1:]]):
+            return self._train(shares[0])
 
     def serve(self) -> None:
-        """On ranks other than 0: train on whatever share comes, until rank 0 ends. Raises what `train` raises."""
+        """On ranks other than 0: do what rank 0 says, until it ends. Raises what `train` raises."""
         while True:
             word, payload = self._ranks.hear()
             if word == _END:
                 self._ranks.leave()
                 return
+            if word == _GATHER:
+                self._layout.whole(json.loads(payload))
+                continue
+            if word == _SCORE:
+                self._logprobs_of(*json.loads(payload))
+                continue
             if word != _TRAIN:
                 raise RankError(f"rank 0 said {word!r}, which no rank knows; all ranks must run the same version of Polyturn")
             self._train(from_bytes(payload))
 
     def end(self) -> None:
         """On rank 0: let the others go. The trainer trains no more."""
-        self._ranks.tell(_END)
+        with self._ranks.tell(_END):
+            pass
         self._ranks.leave()
 
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
@@ -136,6 +168,12 @@ class Trainer:
 
     # ── inside ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _logprobs_of(self, prompt: Sequence[int], ids: Sequence[int]) -> list[float]:
+        self.model.eval()
+        with self._layout.meeting("the log-probabilities of a few tokens"):
+            (logprobs_N,) = without_gradient(self._score, [one_sample(prompt, ids, self._device)])
+        return [float(value) for value in logprobs_N]
+
     def _several(self, num_batches: int) -> bool:
         return self.settings.num_iterations * num_batches > 1
 
@@ -150,7 +188,7 @@ class Trainer:
         # Dropout stays off: the policy that is trained is the one that sampled.
         self.model.eval()
         record = Record()
-        with present(self._reference):
+        with present(self._reference), self._layout.meeting("the log-probabilities of a step's rows"):
             prepared = [self._prepare(share, record, keep_old=self._several(len(shares))) for share in shares]
         for _ in range(self.settings.num_iterations):
             for share in prepared:
@@ -180,7 +218,8 @@ class Trainer:
         if not batch.whole_segments:
             return None
         loss, rows = self.settings.loss, batch.rows
-        now = without_gradient(self._score, rows)
+        with self._layout.meeting("the log-probabilities of whole segments"):
+            now = without_gradient(self._score, rows)
         columns = (
             [now, now if batch.old_logprobs is None else batch.old_logprobs, [row.engine_logprobs_N for row in rows]],
             [[row.trajectory_index_N for row in rows], [row.turn_index_N for row in rows]],
@@ -202,37 +241,52 @@ class Trainer:
 
     def _forward_backward(self, batch: _Prepared, record: Record) -> None:
         segments = self._whole_segments(batch)
-        losses = []
-        for index, row in enumerate(batch.rows):
-            logprobs_N, entropy_N = self._score(row)
-            inputs = LossInputs(
-                trainer_logprobs_N=logprobs_N,
-                old_logprobs_N=None if batch.old_logprobs is None else batch.old_logprobs[index],
-                engine_logprobs_N=row.engine_logprobs_N,
-                reference_logprobs_N=None if batch.reference_logprobs is None else batch.reference_logprobs[index],
-                advantages_N=row.advantages_N,
-                token_weights_N=batch.token_weights[index],
-                trajectory_index_N=row.trajectory_index_N,
-                turn_index_N=row.turn_index_N,
-                segment_log_ratio_N=None if segments is None else segments[0][index],
-                sampler_weight_N=None if segments is None else segments[1][index],
-            )
-            result = policy_loss(inputs, self.settings.loss)
-            result.loss.backward()  # type: ignore[no-untyped-call]
-            record.results.append(result)
-            losses.append(result.loss.detach())
-            record.entropies.append(entropy_N)
+        losses: list[Tensor] = []
+        for index in range(len(batch.rows)):
+            with self._layout.row(last=index == len(batch.rows) - 1):
+                self._one_row(batch, index, segments, record, losses)
         # One look per optimizer step: reading a number waits for the device.
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
         record.losses.append(total.clone())
         self._ranks.sum_in_place([total], f"the loss of optimizer step {self.optimizer_step}")
         self._refuse_non_finite("loss", total)
 
+    def _one_row(
+        self,
+        batch: _Prepared,
+        index: int,
+        segments: tuple[list[Tensor], list[Tensor]] | None,
+        record: Record,
+        losses: list[Tensor],
+    ) -> None:
+        """Add the gradient of one row, and note what it came to."""
+        row = batch.rows[index]
+        logprobs_N, entropy_N = self._score(row)
+        if not len(row.targets_N):
+            logprobs_N.sum().backward()  # type: ignore[no-untyped-call]
+            return  # a row that is there for the others' sake
+        inputs = LossInputs(
+            trainer_logprobs_N=logprobs_N,
+            old_logprobs_N=None if batch.old_logprobs is None else batch.old_logprobs[index],
+            engine_logprobs_N=row.engine_logprobs_N,
+            reference_logprobs_N=None if batch.reference_logprobs is None else batch.reference_logprobs[index],
+            advantages_N=row.advantages_N,
+            token_weights_N=batch.token_weights[index],
+            trajectory_index_N=row.trajectory_index_N,
+            turn_index_N=row.turn_index_N,
+            segment_log_ratio_N=None if segments is None else segments[0][index],
+            sampler_weight_N=None if segments is None else segments[1][index],
+        )
+        result = policy_loss(inputs, self.settings.loss)
+        result.loss.backward()  # type: ignore[no-untyped-call]
+        record.results.append(result)
+        losses.append(result.loss.detach())
+        record.entropies.append(entropy_N)
+
     def _optim_step(self, record: Record) -> None:
         record.learning_rate = learning_rate_at(self.optimizer_step, self.settings)
-        gradients = self.optimizer.gradients()
-        self._ranks.sum_in_place(gradients, f"the gradients of optimizer step {self.optimizer_step}")
-        norm = clip(gradients, self.settings.max_grad_norm)
+        what = f"the gradients of optimizer step {self.optimizer_step}"
+        norm = self._layout.sum_and_clip(self.optimizer.gradients(), self.settings.max_grad_norm, what)
         self._refuse_non_finite("gradient norm", norm)
         if self.optimizer_step == 0:
             self._refuse_different("gradient norm of the first step", float(norm) if self._ranks.size > 1 else 0.0)
