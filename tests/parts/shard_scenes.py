@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 
 from numerics.test_trainer_invariance import LOSSES
-from parts.models import largest_gap, snapshot, tiny_model
+from parts.models import largest_gap, tiny_model
 from parts.samples import loss_options, on_policy, packed, random_samples, trainer_settings
+from polyturn.errors import RankError
 from polyturn.models.adapters import add_adapters
 from polyturn.trainer.masters import MasterOptimizer
 from polyturn.trainer.ranks import ProcessRanks
@@ -119,6 +121,81 @@ def equal(ranks: ProcessRanks, only: Sequence[str] = ()) -> dict[str, Any]:
     return found
 
 
+def copies(ranks: ProcessRanks) -> dict[str, Any]:
+    """Several copies of the weights, each cut over two ranks."""
+    found = {}
+    for name in ("loss grpo", "adamw, three steps", "clipped hard", "one row"):
+        many, weights, _ = trained(CASES[name], ranks, parallel="fsdp2", shard_ranks=2)
+        if ranks.rank == 0:
+            one, wanted, _ = trained(CASES[name], None)
+            found[name] = gaps(one, many, wanted, weights)
+    return found
+
+
+def compiled(ranks: ProcessRanks) -> dict[str, Any]:
+    """Layers that are compiled, of shards."""
+    many, weights, _ = trained({}, ranks, parallel="fsdp2", compiled=True)
+    if ranks.rank:
+        return {}
+    one, wanted, _ = trained({}, None)
+    return {"compiled": gaps(one, many, wanted, weights)}
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "adamw": {"settings": {"optimizer": "adamw"}},
+    "masters": {"dtype": torch.bfloat16, "settings": {"optimizer": "adamw", "master_weights": "float32"}},
+    "stochastic": {"dtype": torch.bfloat16, "settings": {"optimizer": "adamw", "master_weights": "stochastic"}},
+}
+
+
+def resumed(ranks: ProcessRanks) -> dict[str, Any]:
+    """Two steps, or one, a saved state, another trainer and one more: equal to the bit. And what the state looks like."""
+    found: dict[str, Any] = {}
+    for name, mode in MODES.items():
+        whole = trained({**mode, "steps": [batches()] * 2}, ranks, parallel="fsdp2")[2]
+        half = trained({**mode, "steps": [batches()]}, ranks, parallel="fsdp2")[2]
+        state, weights = half.optimizer.state_dict(), half.model.state_dict()
+        later = trained({**mode, "steps": []}, ranks, parallel="fsdp2")[2]
+        later.optimizer_step = half.optimizer_step
+        later.model.load_state_dict(copied(weights))
+        later.optimizer.load_state_dict(copied(state))
+        if ranks.rank == 0:
+            later.train([*batches()])
+            with ranks.tell("end"):
+                pass
+        else:
+            _serve(later)
+        shards = [dict(one.model.named_parameters()) for one in (whole, later)]
+        first = next(iter(shards[0]))
+        kept = state["parameters"][first]
+        found[name] = {
+            "equal": all(torch.equal(shards[0][key].to_local(), shards[1][key].to_local()) for key in shards[0]),
+            "kept": sorted(kept),
+            "whole shapes": all(v.shape == shards[0][first].shape for v in kept.values() if v.ndim),
+            "held": later.optimizer.held().device.total,
+        }
+    return found
+
+
+def copied(tree: Any) -> Any:
+    if isinstance(tree, Mapping):
+        return {key: copied(value) for key, value in tree.items()}
+    return tree.detach().clone() if isinstance(tree, torch.Tensor) else tree
+
+
+def lose_a_rank(ranks: ProcessRanks) -> dict[str, Any]:
+    """Rank 1 is killed in a backward pass."""
+    settings = trainer_settings(parallel="fsdp2")
+    trainer = Trainer(tiny_model(), settings, ranks=ranks)
+    if ranks.rank == 1:
+        trainer.model.model.layers[0].register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        trainer.train(batches()) if ranks.rank == 0 else trainer.serve()
+    except RankError as lost:
+        return {"lost": str(lost)}
+    return {"lost": ""}
+
+
 def gaps(
     one: list[dict[str, float]], many: list[dict[str, float]], wanted: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]
 ) -> dict[str, float]:
@@ -128,7 +205,7 @@ def gaps(
     return {"weights": largest_gap(same, {k: v.float() for k, v in wanted.items()}), "metrics": metrics}
 
 
-SCENES = {scene.__name__: scene for scene in (equal,)}
+SCENES = {scene.__name__: scene for scene in (equal, copies, compiled, resumed, lose_a_rank)}
 
 if __name__ == "__main__":
     joined = ProcessRanks.join(deadline_s=60, start_deadline_s=120)

@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from polyturn.advantages.base import GroupAdvantages
@@ -148,10 +147,9 @@ async def train(run: Run) -> Outcome:
             await run.bridge.close()
         finally:
             await run.engine.stop()
-    export = partial(export_model, chat_template=chat_template(recipe))
     limit_s, what = recipe.trainer.step_deadline_s, f"the export of the model to {run.folder.export}"
     with run.place.waiting(what, limit_s):
-        await in_thread_within(limit_s, what, export, run.trainer.model, run.policy.folder, run.folder.export)
+        await in_thread_within(limit_s, what, export, run)
     await in_thread_within(recipe.trainer.collective_deadline_s, "the other ranks to hear that it is over", run.trainer.end)
     return Outcome(
         before=before,
@@ -161,6 +159,12 @@ async def train(run: Run) -> Outcome:
         steps_done=run.trainer.version,
         stopped_by=stopped_by,
     )
+
+
+def export(run: Run) -> None:
+    """Write the policy as it is now. Of shards, rank 0 holds the whole in CPU memory meanwhile."""
+    trainer, template = run.trainer, chat_template(run.checked.recipe)
+    export_model(trainer.model, run.policy.folder, run.folder.export, chat_template=template, state=trainer.state_to_save())
 
 
 async def train_steps(run: Run) -> None:

@@ -19,13 +19,16 @@ VARLEN = "polyturn_varlen"
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def use_attention(model: Any, asked: str) -> None:
+def use_attention(model: Any, asked: str, *, on_gpu: bool | None = None) -> None:
     """Make `model`, which was loaded with transformers' own choice, attend as `model.attention=asked` says.
+
+    `on_gpu` says where it will compute; None: where it is.
 
     `auto` takes ours where it is exact and runs. Raises ConfigError where what is asked for can't be had.
     """
     weight = next(model.parameters())
-    fits = weight.is_cuda and weight.dtype in _HALF and not _squashes(model.config) and _available()
+    on_gpu = weight.is_cuda if on_gpu is None else on_gpu
+    fits = on_gpu and weight.dtype in _HALF and not _squashes(model.config) and _available()
     if asked == "varlen" and not fits:
         raise ConfigError(
             "model.attention=varlen needs a GPU, weights of 16 bits, torch 2.11 or newer, and a model that does not squash its "

@@ -91,7 +91,9 @@ class Sharded:
         self, model: torch.nn.Module, settings: TrainerSettings, ranks: Ranks, exact: Mapping[str, Tensor] | None
     ) -> None:
         assert isinstance(ranks, ProcessRanks), "shards need processes"
-        device = torch.device("cuda", torch.cuda.current_device()) if settings.device == "cuda" else torch.device("cpu")
+        device = torch.device(settings.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # where units are brought to when they are cut
         self._model, self._settings, self._ranks = model, settings, ranks
         size = settings.shard_ranks or ranks.size
         if ranks.size % size:
@@ -152,7 +154,9 @@ def lay_out(
 class ShardedWeights:
     """The trainer's weights as a bridge sees them where they are shards: gathered bucket by bucket, by all ranks."""
 
-    def __init__(self, weights: Callable[[], Mapping[str, Tensor]], gather: Callable[[Sequence[str]], Mapping[str, Any]]) -> None:
+    def __init__(
+        self, weights: Callable[[], Mapping[str, Tensor]], gather: Callable[[Sequence[str]], Mapping[str, Any]]
+    ) -> None:
         self.weights = weights
         """Names and whole shapes; on this rank there are shards behind them."""
         self.gather = gather

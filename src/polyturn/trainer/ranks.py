@@ -230,6 +230,7 @@ def _named(what: str, waiting: Waiting, deadline_s: float, key: str, roll: RollC
 
 def _lost(what: str, error: BaseException, deadline_s: float, key: str, roll: RollCall | None) -> RankError:
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first = first.partition(". This is typically caused by")[0]
     gone = roll.missing() if roll is not None else []
     who = f"{' and '.join(gone)} can't be heard any more" if gone else "another rank ended"
     return RankError(f"waited for {what} and lost it: {first}; {who}, or took longer than {key}={deadline_s:g}")

@@ -24,7 +24,7 @@ _STORE_S = 2.0
 
 
 class RollCall:
-    """This rank's counter, which goes until `stop`, and a look at the others'."""
+    """The counter of this rank, which goes until `stop`, and a look at the others'."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size

@@ -36,7 +36,7 @@ class TrainerSettings:
     """Ranks that one sharded copy of the weights is cut over; None: all of them."""
     sync_every_row: bool = False
     """Sum the gradients of shards after each row, which holds no whole ones between rows."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where shards lie."""
+    device: str = "cpu"
+    """Where shards lie, as torch names it."""
     seed: int = 0
     """Of whatever is random in an optimizer step; the same on all ranks."""

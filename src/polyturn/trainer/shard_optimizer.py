@@ -22,8 +22,8 @@ _MASTER, _STEPS = "master", "steps"
 class ShardOptimizer:
     """See `PolicyOptimizer`. `model` is sharded; with float32 masters its shards are those masters.
 
-    Its state is by name of the parameter, and every tensor of a parameter's shape is a DTensor like the parameter: a distributed
-    checkpoint can cut it anew for other ranks. On as many ranks as before, a loaded one goes on exactly.
+    Its state is by name of the parameter, and every tensor of a parameter's shape is a DTensor like the parameter: a
+    distributed checkpoint can cut it anew for other ranks. On as many ranks as before, a loaded one goes on exactly.
     """
 
     def __init__(self, model: torch.nn.Module, settings: TrainerSettings, *, rank: int) -> None:
@@ -104,6 +104,6 @@ class ShardOptimizer:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard, sharing its memory."""
+    """The shard of this rank, sharing its memory."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached

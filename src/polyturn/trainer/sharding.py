@@ -1,8 +1,8 @@
 """Cuts a model into shards, one a rank, that come together layer by layer while they compute (PyTorch's FSDP2).
 
-Each decoder layer is a unit, and what is left (embeddings, last norm, head) is one more. A unit's weights are gathered before it
-runs and given back after it. With float32 masters the shards themselves are float32 and are gathered as the model's own type: the
-masters need no copy beside them. Gradients are summed in float32 where the shards are wider than the model, or bfloat16.
+Each decoder layer is a unit, and what is left (embeddings, last norm, head) is one more. A unit's weights are gathered before
+it runs and given back after it. With float32 masters the shards themselves are float32 and are gathered as the model's own
+type: the masters need no copy beside them. Gradients are added up and summed in float32, also those of bfloat16 weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ Result = TypeVar("Result")
 _FORWARD = "polyturn_forward"
 
 
-def shard(model: torch.nn.Module, mesh: DeviceMesh, *, masters: bool = False, exact: Mapping[str, Tensor] | None = None) -> None:
+def shard(
+    model: torch.nn.Module, mesh: DeviceMesh, *, masters: bool = False, exact: Mapping[str, Tensor] | None = None
+) -> None:
     """Cut `model` over `mesh`, of one dimension, or of two where several copies are each cut over the second.
 
     Whole weights may lie on the CPU: each unit is brought to the mesh's device when it is cut. With `masters` the shards of
@@ -70,9 +72,7 @@ def gather(model: torch.nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
 
     What is one parameter under two names is gathered once, and is one tensor again.
     """
-    state = model.state_dict()
-    first: dict[int, str] = {}
-    one = {name: first.setdefault(id(tensor), name) for name, tensor in model.named_parameters(remove_duplicate=False)}
+    state, one = model.state_dict(), same_parameters(model)
     whole: dict[str, Tensor] = {}
     for name in names:
         owner = one.get(name, name)
@@ -80,6 +80,12 @@ def gather(model: torch.nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
             tensor = state[name].detach()
             whole[owner] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return {name: whole[one.get(name, name)] for name in names}
+
+
+def same_parameters(model: torch.nn.Module) -> dict[str, str]:
+    """The first name of each parameter, by name: tied ones have several."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in model.named_parameters(remove_duplicate=False)}
 
 
 def _run(work: Callable[[], Any]) -> Any:

@@ -39,8 +39,8 @@ def share_out(
 ) -> list[list[Share]]:
     """Shares of every rank, one a batch: rows go to the rank with the fewest tokens so far, the longest first.
 
-    With `equally_many` every rank gets as many rows, those of equal place of similar length; where they don't go round, a row of
-    two tokens without any under the loss fills the place.
+    With `equally_many` every rank gets as many rows, those of equal place of similar length; where they don't go round, a row
+    of two tokens without any under the loss fills the place.
 
     >>> [[len(share.rows) for share in rank] for rank in share_out([], 2, settings, on_policy=True)]
     [[], []]
@@ -88,9 +88,7 @@ def from_bytes(data: bytes) -> list[Share]:
         raise ValueError(f"not the shares of a rank: {type(error).__name__}: {error}") from error
 
 
-def _cut(
-    batch: TrainBatch, num_ranks: int, settings: TrainerSettings, on_policy: bool, equally_many: bool
-) -> list[Share]:
+def _cut(batch: TrainBatch, num_ranks: int, settings: TrainerSettings, on_policy: bool, equally_many: bool) -> list[Share]:
     weights = token_weights(
         required(settings.loss.aggregation, "aggregation"),
         np.concatenate([row.trajectory_index[row.loss_mask] for row in batch.rows]),

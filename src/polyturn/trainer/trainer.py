@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from polyturn.errors import DeviceMemoryError, NonFiniteError, RankError, TrainingError
 from polyturn.losses.base import LossInputs, required
@@ -30,6 +31,7 @@ from polyturn.trainer.reference import present, reference_of, without_gradient
 from polyturn.trainer.row import RowsOnDemand, RowTensors, one_sample, to_device, to_tensors
 from polyturn.trainer.scorer import Scorer, refuse_mixed_samples
 from polyturn.trainer.settings import TrainerSettings
+from polyturn.trainer.sharding import same_parameters
 from polyturn.trainer.shares import Share, from_bytes, share_out, to_bytes
 from polyturn.types import TrainBatch
 from polyturn.weight_sync.base import WeightSource, WholeWeights, checksum
@@ -73,6 +75,7 @@ class Trainer:
         self.model = model.eval()
         self._ranks: Ranks = ranks or Alone()
         self._refuse_different("weights", sum(checksum(tensor) for tensor in model.state_dict().values()) if ranks else 0)
+        self._computes_in = next(model.parameters()).dtype
         self._layout = lay_out(model, settings, self._ranks, exact)
         if isinstance(self._layout, Sharded) and reference not in (None, model):
             self._layout.cut_reference(reference)
@@ -104,9 +107,29 @@ class Trainer:
         with self._ranks.tell(_GATHER, [json.dumps(list(names)).encode()] * (self._ranks.size - 1)):
             return self._layout.whole(names)
 
-    def whole(self, names: Iterable[str]) -> Mapping[str, Tensor]:
-        """On rank 0: these tensors of the model's state, each gathered when it is asked for and not kept."""
-        return OnDemand(list(names), self.gather)
+    def whole(self, names: Iterable[str] | None = None) -> Mapping[str, Tensor]:
+        """On rank 0: these tensors of the model's state, those of `weights` when None, whole.
+
+        Where they are shards, each is gathered when it is asked for, and not kept.
+        """
+        return OnDemand(list(self.weights() if names is None else names), self.gather)
+
+    def state_to_save(self) -> dict[str, Tensor] | None:
+        """On rank 0: what an export writes, gathered tensor by tensor into CPU memory; None where the model holds it whole.
+
+        It has the type that the policy computes in. Raises RankError.
+        """
+        if not self._layout.lockstep:
+            return None
+        same, state = same_parameters(self.model), dict[str, Tensor]()
+        for name, kept in self.weights().items():
+            owner = same.get(name, name)
+            if owner in state:
+                state[name] = state[owner]
+                continue
+            dtype = self._computes_in if isinstance(kept, DTensor) else kept.dtype
+            state[name] = self.gather([name])[name].to("cpu", dtype)
+        return state
 
     def logprobs_of(self, prompt: Sequence[int], ids: Sequence[int]) -> list[float]:
         """On rank 0: log-probabilities of `ids` after `prompt`, at temperature 1. Raises RankError."""
