@@ -188,7 +188,7 @@ async def train_step(run: Run, step: int) -> None:
     with spans.span("rollout"), run.place.waiting(what):
         groups = await run.stopping.unless(make_groups(recipe, player, tasks))
     credit = run.checked.estimator(groups)
-    batches, report = build_batches(recipe, groups, credit)
+    batches, report = build_batches(recipe, groups, credit, run.trainer.sharing)
     save_trajectories(run, step, groups, credit)
     run.guard.check(report)
     with spans.span("train"):
@@ -295,5 +295,6 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], report: BatchReport, batc
         "num_masked_truncated": report.masked_truncated,
         "num_rows": sum(len(batch.rows) for batch in batches),
         "num_tokens": sum(batch.num_tokens for batch in batches),
+        "num_shared_tokens": sum(batch.num_shared_tokens for batch in batches),
         "num_trained_tokens": sum(batch.num_trained_tokens for batch in batches),
     }

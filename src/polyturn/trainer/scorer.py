@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from polyturn.errors import ModelError
+from polyturn.trainer.attention import VARLEN, block_mask
 from polyturn.trainer.head import HeadShape, head_logprobs
 from polyturn.trainer.row import RowTensors
 from polyturn.trainer.sharding import as_forward
@@ -54,7 +55,17 @@ class Scorer:
         self.model = model
         self._float32_head = float32_head
         self._head = find_head(model) if chunked_head else None
-        self._packed = getattr(model.config, "_attn_implementation", "sdpa") not in ("sdpa", "eager")
+        self._attention = getattr(model.config, "_attn_implementation", "sdpa")
+        self._packed = self._attention not in ("sdpa", "eager")
+
+    def may_share(self) -> bool:
+        """Whether the model may be given rows whose segments follow others; whether it heeds them is tried out apart.
+
+        A window over the newest tokens counts them by their place in the row.
+        """
+        config = self.model.config
+        windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+        return self._attention in ("sdpa", "eager", VARLEN) and not windowed
 
     @property
     def chunked(self) -> bool:
@@ -75,9 +86,17 @@ class Scorer:
         """A forward pass in which the samples of the row don't see each other.
 
         SDPA and eager attention get a block mask, which transformers builds from positions that restart at each sample; the
-        others are told where samples begin.
+        others are told where samples begin. Where segments follow others, the mask is ours.
         """
-        if self._packed:
+        mask: Tensor | None = None
+        if row.tree is not None and self._packed:
+            options["tree"] = block_mask(row.tree)
+        elif row.tree is not None:
+            mask = row.tree.mask()
+            if self._attention == "eager":  # it adds its mask
+                dtype = next(self.model.parameters()).dtype
+                mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+        elif self._packed:
             options |= {
                 "cu_seq_lens_q": row.cu_seqlens_S,
                 "cu_seq_lens_k": row.cu_seqlens_S,
@@ -87,7 +106,7 @@ class Scorer:
         return module(
             input_ids=row.input_ids_T[None],
             position_ids=row.position_ids_T[None],
-            attention_mask=None,
+            attention_mask=mask,
             use_cache=False,
             **options,
         )

@@ -30,6 +30,7 @@ class TrainerSettings:
     activations: Literal["keep", "selective", "full"] = "keep"
     compiled: bool = False
     float32_head: bool = False
+    share_prefixes: Literal["auto", "on", "off"] = "off"
     parallel: Literal["replicated", "fsdp2"] = "replicated"
     """Whether every rank holds whole weights, or a shard of each."""
     shard_ranks: int | None = None

@@ -32,6 +32,7 @@ from polyturn.trainer.row import RowsOnDemand, RowTensors, one_sample, to_device
 from polyturn.trainer.scorer import Scorer, refuse_mixed_samples
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.sharding import same_parameters
+from polyturn.trainer.shared_prefixes import sharing_of
 from polyturn.trainer.shares import Share, from_bytes, share_out, to_bytes
 from polyturn.types import TrainBatch
 from polyturn.weight_sync.base import WeightSource, WholeWeights, checksum
@@ -81,6 +82,8 @@ class Trainer:
             self._layout.cut_reference(reference)
         self._score = Scorer(self.model, float32_head=settings.float32_head)
         refuse_mixed_samples(self._score)
+        self.sharing = sharing_of(self._score, settings.share_prefixes)
+        """When the rows that this trainer is given should have common beginnings once; None for never."""
         prepare_layers(self.model, activations=settings.activations, compiled=settings.compiled)
         self._reference = reference_of(reference, self.model, self._score, partial(Scorer, float32_head=settings.float32_head))
         self.settings = settings
