@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyturn.cli.recipe_args import add_recipe, read_recipe
 
 if TYPE_CHECKING:
+    from polyturn.config.schema import Recipe
     from polyturn.loop.check import Checked
 
 
@@ -28,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
     from polyturn.loop.check import check
 
     recipe = read_recipe(args)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and not args.dry_run:
+        return _train_rank(recipe)
     if needs_processes(recipe):
         return dry_run(recipe, force=args.force) if args.dry_run else launch(recipe, force=args.force)
     checked = check(recipe)
@@ -61,6 +65,22 @@ def write_dry_run(checked: Checked) -> int:
         ) from error
     print(f"dry run: everything that can be checked before a model loads is right; resolved recipe: {target}")
     return 0
+
+
+def _train_rank(recipe: Recipe) -> int:
+    """Be one of the ranks that torchrun, or another starter that sets its variables, has started."""
+    from polyturn.loop.check import check
+    from polyturn.loop.drive import serve_rank
+    from polyturn.loop.place import unseen
+    from polyturn.loop.started import as_rank
+
+    rank, recipe = as_rank(recipe, os.environ)
+    checked = check(recipe)
+    if rank:
+        return serve_rank(checked, unseen(Path(recipe.run.output_dir)))
+    for line in arithmetic(checked, force=True):
+        print(line)
+    return _train(checked)
 
 
 def _train(checked: Checked) -> int:

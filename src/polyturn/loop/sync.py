@@ -99,7 +99,9 @@ async def build_run(
     refuse_long_openings(recipe, checked.train_tasks, policy.renderer)
     stream = open_stream(recipe, checked.train_tasks)
     refuse_hidden_tools(checked.environment, checked.train_tasks, policy.renderer)
-    trainer = build_trainer(recipe, policy.model, place.join_ranks(recipe), exact=policy.exact)
+    stopping = stopping or Stopping(say)
+    ranks = place.join_ranks(recipe, on_lost=stopping.lose_from_thread())
+    trainer = build_trainer(recipe, policy.model, ranks, exact=policy.exact)
     policy = replace(policy, exact=None)  # the trainer has taken them over
     engine, bridge = build_engine_and_bridge(recipe, policy, trainer, place)
     return Run(
@@ -114,7 +116,7 @@ async def build_run(
         guard=DropGuard(recipe.rollout.max_dropped_share, recipe.rollout.dropped_window_steps),
         spans=Spans(),
         say=say,
-        stopping=stopping or Stopping(say),
+        stopping=stopping,
         place=place,
     )
 

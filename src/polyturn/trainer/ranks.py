@@ -28,6 +28,8 @@ Waiting: TypeAlias = Callable[[str, float], AbstractContextManager[None]]
 _BUCKET_BYTES = 64 << 20
 _KEY = "trainer.collective_deadline_s"
 _WORDS_PER_DEADLINE = 4
+_SPEAK_S = 10.0
+"""At least so often: a rank that died is noticed by it too."""
 
 
 class Ranks(Protocol):
@@ -90,10 +92,18 @@ class Alone:
 class ProcessRanks:
     """Ranks in processes of their own, joined through the variables that torchrun sets, or within a group that is there."""
 
-    def __init__(self, *, deadline_s: float, waiting: Waiting | None = None, owns_group: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        deadline_s: float,
+        waiting: Waiting | None = None,
+        on_lost: Callable[[RankError], None] | None = None,
+        owns_group: bool = False,
+    ) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._owns_group = owns_group
+        self._on_lost = on_lost or (lambda error: None)
         self._group = dist.new_group(timeout=datetime.timedelta(seconds=deadline_s))
         self._roll = RollCall(self.rank, self.size)
         self._deadline_s = deadline_s
@@ -104,8 +114,17 @@ class ProcessRanks:
             threading.Thread(target=self._keep_speaking, name="keeps the ranks waiting", daemon=True).start()
 
     @classmethod
-    def join(cls, *, deadline_s: float, start_deadline_s: float, waiting: Waiting | None = None) -> ProcessRanks:
+    def join(
+        cls,
+        *,
+        deadline_s: float,
+        start_deadline_s: float,
+        waiting: Waiting | None = None,
+        on_lost: Callable[[RankError], None] | None = None,
+    ) -> ProcessRanks:
         """Join the others. Raises RankError when they don't all come within `start_deadline_s`, or a variable is missing.
+
+        On rank 0 `on_lost` hears, from another thread, when it finds between two steps that a rank is gone.
 
         Where torch's default group is there already, its ranks are taken, and it is left as it is in the end.
         """
@@ -116,7 +135,7 @@ class ProcessRanks:
             if owns_group:
                 dist.init_process_group(backend, timeout=datetime.timedelta(seconds=start_deadline_s))
             dist.barrier()
-        return cls(deadline_s=deadline_s, waiting=waiting, owns_group=owns_group)
+        return cls(deadline_s=deadline_s, waiting=waiting, on_lost=on_lost, owns_group=owns_group)
 
     def leave(self) -> None:
         """See `Ranks.leave`."""
@@ -205,14 +224,15 @@ class ProcessRanks:
         return bytes(data.numpy())
 
     def _keep_speaking(self) -> None:
-        while not self._ended.wait(self._deadline_s / _WORDS_PER_DEADLINE):
+        while not self._ended.wait(min(_SPEAK_S, self._deadline_s / _WORDS_PER_DEADLINE)):
             try:
                 with self._speaking:
                     if self._ended.is_set():
                         return
                     self._say("wait")
-            except RankError:
-                return  # the next thing that the driver itself asks of the ranks says what is wrong
+            except RankError as error:
+                self._on_lost(error)
+                return
 
     def _collective(self, what: str) -> AbstractContextManager[None]:
         return _named(f"{what} (rank {self.rank} of {self.size})", self._waiting, self._deadline_s, _KEY, self._roll)

@@ -22,6 +22,8 @@ _LOOK_S = 3.5
 _STORE_S = 2.0
 """What the store may take to answer: it answers at once, or is gone."""
 
+_NO_STORE = "the store of the ranks, and with it the machine of rank 0,"
+
 
 class RollCall:
     """The counter of this rank, which goes until `stop`, and a look at the others'."""
@@ -41,6 +43,16 @@ class RollCall:
 
     def missing(self) -> list[str]:
         """The ranks that don't count any more, each with its machine and process. Takes a few seconds."""
+        found: list[list[str]] = []
+        # A store whose process stands still answers nobody, and waits for it can't be cut short.
+        look = threading.Thread(target=lambda: found.append(self._look()), name="roll call, a look", daemon=True)
+        look.start()
+        look.join(_LOOK_S + 2 * _STORE_S)
+        if self._rank == 0:
+            time.sleep(_STORE_S)  # the store may be in this process, which ends next, and the others look too
+        return found[0] if found else [_NO_STORE]
+
+    def _look(self) -> list[str]:
         try:
             before = self._counts()
             time.sleep(_LOOK_S)
@@ -51,7 +63,7 @@ class RollCall:
                 if rank != self._rank and after[rank] == before[rank]
             ]
         except (RuntimeError, ValueError):
-            return ["the store of the ranks, and with it the machine of rank 0,"]
+            return [_NO_STORE]
 
     def _counts(self) -> list[bytes]:
         return [bytes(self._store.get(f"beat/{rank}")) for rank in range(self._size)]
