@@ -25,6 +25,7 @@ from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.trainer import Trainer
 from polyturn.types import TrainBatch
 
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if os.environ.get("POLYTURN_TEST_DEVICE") else torch.device("cpu")
 SGD: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 0.1}
 """AdamW would make much of a rounding difference in a gradient near zero."""
 
@@ -46,15 +47,17 @@ def model_of(case: Mapping[str, Any]) -> torch.nn.Module:
 def reference_of(settings: TrainerSettings, model: torch.nn.Module, case: Mapping[str, Any]) -> torch.nn.Module | None:
     if not settings.loss.beta:
         return None
-    return model if case.get("lora") else tiny_model(seed=7).to(case.get("dtype", torch.float32))
+    other = tiny_model(seed=7).to(case.get("dtype", torch.float32))
+    return model if case.get("lora") else other.to(next(model.parameters()).device)
 
 
 def trained(
     case: Mapping[str, Any], ranks: ProcessRanks | None, **given: Any
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], Trainer]:
     """Metrics of every step and the whole weights in the end (on rank 0), and the trainer."""
+    given["device"] = str(DEVICE)
     settings = trainer_settings(case.get("loss", loss_options()), **{**SGD, **case.get("settings", {}), **given})
-    model = model_of(case)
+    model = model_of(case) if settings.parallel == "fsdp2" else model_of(case).to(DEVICE)
     trainer = Trainer(model, settings, reference=reference_of(settings, model, case), ranks=ranks, exact=case.get("exact"))
     numbers: list[dict[str, float]] = []
     weights: dict[str, torch.Tensor] = {}
@@ -201,8 +204,8 @@ def gaps(
 ) -> dict[str, float]:
     assert [metrics.keys() for metrics in one] == [metrics.keys() for metrics in many]
     metrics = max(abs(a[key] - b[key]) / max(1e-2, abs(a[key])) for a, b in zip(one, many, strict=True) for key in a)
-    same = {name: tensor.float() for name, tensor in weights.items()}
-    return {"weights": largest_gap(same, {k: v.float() for k, v in wanted.items()}), "metrics": metrics}
+    found, exact = ({name: tensor.float().cpu() for name, tensor in one.items()} for one in (weights, wanted))
+    return {"weights": largest_gap(found, exact), "metrics": metrics}
 
 
 SCENES = {scene.__name__: scene for scene in (equal, copies, compiled, resumed, lose_a_rank)}

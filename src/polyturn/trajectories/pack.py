@@ -32,13 +32,10 @@ def pack(
             raise SampleError(
                 f"{sample.trajectory_id}: {len(sample)} tokens do not fit a row of {row_tokens}; raise trainer.row_tokens"
             )
-    single = [alone(number, sample) for number, sample in enumerate(samples)]
-    plain = [[single[unit] for unit in row] for row in _bins([tree.num_tokens for tree in single], row_tokens)]
-    chosen = plain
+    chosen = lay_out(samples, row_tokens=row_tokens, shared=False)
     if sharing is not None:
-        units = trees(samples, most_tokens=row_tokens)
-        shared = [[units[unit] for unit in row] for row in _bins([tree.num_tokens for tree in units], row_tokens)]
-        if sharing.pays(plain, shared):
+        shared = lay_out(samples, row_tokens=row_tokens, shared=True)
+        if sharing.pays(chosen, shared):
             chosen = shared
     numbers: dict[str, int] = {}
     for sample in samples:
@@ -50,6 +47,14 @@ def pack(
         planned_trajectories=planned_trajectories,
         num_shared_tokens=sum(map(len, samples)) - sum(len(row.input_ids) for row in rows),
     )
+
+
+def lay_out(samples: Sequence[TrainSample], *, row_tokens: int, shared: bool) -> list[list[Tree]]:
+    """What goes into each row: samples by themselves, or trees of them."""
+    units = [alone(number, sample) for number, sample in enumerate(samples)]
+    if shared:
+        units = trees(samples, most_tokens=row_tokens)
+    return [[units[unit] for unit in row] for row in _bins([tree.num_tokens for tree in units], row_tokens)]
 
 
 def _bins(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
