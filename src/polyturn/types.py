@@ -270,11 +270,14 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedRow:
-    """Samples laid end to end. Arrays `[T]`; sample s covers `cu_seqlens[s]:cu_seqlens[s + 1]` (`cu_seqlens` is `[S + 1]`).
+    """Samples laid end to end. Arrays `[T]`; segment s covers `cu_seqlens[s]:cu_seqlens[s + 1]` (`cu_seqlens` is `[S + 1]`).
 
-    `position_ids` restart at every sample and tokens never attend across samples. `trajectory_index` numbers the
-    trajectories of the whole batch, so that a trajectory cut into several samples is still one; `turn_index` numbers the
-    turns of a trajectory.
+    Without `parents` a segment is a sample: `position_ids` restart at each, and tokens never attend across. With them, `[S]`,
+    the tokens of segment s follow those of segment `parents[s]`, an earlier one, where that is not -1: its positions go on from
+    there, and its tokens see that segment and what that one follows. So samples of a group have their common beginning once.
+
+    `trajectory_index` numbers the trajectories of the whole batch, so that a trajectory cut into several samples is still one;
+    `turn_index` numbers the turns of a trajectory.
     """
 
     input_ids: Ints
@@ -287,6 +290,7 @@ class PackedRow:
     trajectory_index: Ints
     turn_index: Ints
     policy_version: Ints
+    parents: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -300,6 +304,8 @@ class TrainBatch:
     rows: tuple[PackedRow, ...]
     trajectory_ids: tuple[str, ...]
     planned_trajectories: int
+    num_shared_tokens: int = 0
+    """Tokens that samples have in common with others, and that the rows have once less for each."""
 
     @property
     def num_tokens(self) -> int:

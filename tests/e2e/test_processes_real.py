@@ -22,11 +22,12 @@ LONG = "run.steps=100000"
 NUM_KILLS = 10
 
 
-def test_the_tiny_recipe_learns_as_in_one_process(bench: Bench, live_run):
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_the_tiny_recipe_learns_as_in_one_process(bench: Bench, live_run, parallel):
     recipe, steps = ROOT / "recipes" / "quickstart" / "recipe.yaml", 16
     words = (f"run.steps={steps}", "evaluation.episodes=8", "evaluation.modes=[greedy]")
     alone = bench.raw("train", str(recipe), f"run.output_dir={bench.runs}", *words)
-    together: LiveRun = live_run(*words, recipe=recipe)
+    together: LiveRun = live_run(*words, f"trainer.parallel={parallel}", recipe=recipe)
     ended = together.end()
     assert (alone.code, ended.code) == (0, 0), ended.err
     curves = [[step["reward"] for step in found] for found in (alone.steps, together.steps)]

@@ -130,7 +130,8 @@ def test_an_unknown_word_is_refused():
     def work(ranks: ThreadRanks) -> None:
         trainer = Trainer(models[ranks.rank], trainer_settings(loss_options()), ranks=ranks)
         if ranks.rank == 0:
-            ranks.tell("dance")
+            with ranks.tell("dance"):
+                pass
         else:
             trainer.serve()
 

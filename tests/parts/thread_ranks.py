@@ -6,7 +6,7 @@ import contextlib
 import json
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -56,9 +56,11 @@ class ThreadRanks:
     def gather(self, note: Any, what: str) -> list[Any]:
         return [json.loads(text) for text in self._meeting.exchange(self.rank, json.dumps(note))]
 
-    def tell(self, word: str, payloads: Sequence[bytes] | None = None) -> None:
+    @contextlib.contextmanager
+    def tell(self, word: str, payloads: Sequence[bytes] | None = None) -> Iterator[None]:
         for rank in range(1, self.size):
             self._meeting.words[rank].put((word, payloads[rank - 1] if payloads else b""))
+        yield
 
     def hear(self) -> tuple[str, bytes]:
         return self._meeting.words[self.rank].get(timeout=WAIT_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from polyturn.cli.recipe_args import add_recipe, read_recipe
 from polyturn.cli.resume_args import add_resume, resume_given
 
 if TYPE_CHECKING:
+    from polyturn.config.schema import Recipe
     from polyturn.loop.check import Checked
     from polyturn.loop.resume import Load
 
@@ -32,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
 
     resume = resume_given(args)
     recipe = read_recipe(args)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and not args.dry_run:
+        return _train_rank(recipe, resume)
     if needs_processes(recipe):
         if args.dry_run:
             return dry_run(recipe, force=args.force)
@@ -67,6 +71,28 @@ def write_dry_run(checked: Checked) -> int:
         ) from error
     print(f"dry run: everything that can be checked before a model loads is right; resolved recipe: {target}")
     return 0
+
+
+def _train_rank(recipe: Recipe, resume: str | None) -> int:
+    """Be one of the ranks that torchrun, or another starter that sets its variables, has started."""
+    from polyturn.errors import ConfigError
+    from polyturn.loop.check import check
+    from polyturn.loop.drive import serve_rank
+    from polyturn.loop.place import unseen
+    from polyturn.loop.started import as_rank
+
+    if resume is not None:
+        raise ConfigError(
+            "--resume in ranks that another program has started (RANK and WORLD_SIZE are set): only rank 0 would know the run's "
+            "folder; let Polyturn start them, with trainer.num_ranks"
+        )
+    rank, recipe = as_rank(recipe, os.environ)
+    checked = check(recipe)
+    if rank:
+        return serve_rank(checked, unseen(Path(recipe.run.output_dir)))
+    for line in arithmetic(checked, force=True):
+        print(line)
+    return _train(checked, None, "all")
 
 
 def _train(checked: Checked, resume: str | None, load: Load) -> int:

@@ -20,6 +20,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from polyturn.config.arithmetic import batch_arithmetic
 from polyturn.config.engines import vllm_settings, weight_sync_mode
+from polyturn.config.parallel import parallel
 from polyturn.config.schema import LossOptions, Recipe, with_values
 from polyturn.errors import ConfigError
 from polyturn.processes.whole_file import write_whole
@@ -59,6 +60,7 @@ def resolve(recipe: Recipe, *, num_train_tasks: int | None, on_gpu: bool = False
         _warmup,
         vllm_settings,
         weight_sync_mode,
+        parallel,
         _loss,
     ):
         try:

@@ -342,8 +342,17 @@ class TrainerSection(Section):
     """Optimizer steps a pass is cut into, by whole groups."""
     row_tokens: int | None = Field(default=None, gt=0)
     """Token budget of a packed row, which is one micro-batch; 1024 on a CPU, 8192 on a GPU, or a whole trajectory if longer."""
+    share_prefixes: Literal["auto", "on", "off"] = "auto"
+    """Compute the common beginning of a group's samples once a row; `auto`: on a CPU, where it pays by an estimate."""
     num_ranks: int = Field(default=1, gt=0)
     """Processes that train one policy together, each on its share of the rows."""
+    parallel: Literal["auto", "single", "ddp", "fsdp2"] = "auto"
+    """What the ranks hold: whole copies of the weights (`ddp`), or shards of weights, gradients and optimizer state (`fsdp2`).
+    `auto`: `single` for one rank, `fsdp2` where whole copies don't fit the GPUs by the plan and shards do, else `ddp`."""
+    shard_ranks: int | None = Field(default=None, gt=1)
+    """With `fsdp2`: ranks that one copy of the weights is cut over; null: all. Fewer, as those of a node: several copies."""
+    sync_every_row: bool = False
+    """With `fsdp2`: sum gradients after each row, not once an optimizer step; holds no whole gradients, and sends more."""
     devices: tuple[int, ...] | None = Field(default=None, strict=False)
     """GPUs of the ranks, as numbers within `CUDA_VISIBLE_DEVICES`; null: the first ones."""
     collective_deadline_s: float = Field(default=120.0, gt=0)

@@ -35,7 +35,7 @@ from polyturn.trainer.layers import plain_layers
 from polyturn.trainer.ranks import Ranks
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.trainer import Trainer
-from polyturn.weight_sync.base import WeightBridge, WholeWeights
+from polyturn.weight_sync.base import WeightBridge
 from polyturn.weight_sync.in_process import InProcessBridge
 from polyturn.weight_sync.nccl import NcclBridge
 from polyturn.weight_sync.single_copy import SingleCopyBridge
@@ -98,6 +98,7 @@ async def load_policy(
         ModelError: not loadable, not made for its tokenizer, or its context is shorter than `rollout.max_trajectory_tokens`.
     """
     device = choose_device(recipe.trainer.device)
+    sharded = recipe.trainer.parallel == "fsdp2"
     if recipe.trainer.threads is not None:
         torch.set_num_threads(recipe.trainer.threads)
     path = path or recipe.model.path
@@ -114,14 +115,15 @@ async def load_policy(
         folder,
         dtype="float32" if rounds else recipe.model.dtype,
         attention=recipe.model.attention,
-        device=device,
+        # What will be cut is brought to its device unit by unit, so that no GPU ever holds the whole.
+        device=torch.device("cpu") if sharded else device,
         quantize=recipe.model.quantize,
     )
     exact = round_weights(model, getattr(torch, recipe.model.dtype)) if rounds else None
     if adapters is not None:
         load_adapters(model, adapters, base=base)
     refuse_missing_rows(path, model, renderer.tokenizer.vocab_size)
-    use_attention(model, recipe.model.attention)
+    use_attention(model, recipe.model.attention, on_gpu=device.type == "cuda")
     return Policy(model=model, folder=tokenizer, renderer=renderer, exact=exact)
 
 
@@ -201,7 +203,7 @@ def build_trainer(
     exact: Mapping[str, torch.Tensor] | None = None,
 ) -> Trainer:
     """The trainer of a resolved recipe, or one rank of it. `exact` is the policy's."""
-    trainer, master_weights = recipe.trainer, recipe.trainer.master_weights
+    trainer, master_weights, device = recipe.trainer, recipe.trainer.master_weights, choose_device(recipe.trainer.device)
     assert master_weights != "auto", "the recipe was not resolved"
     settings = TrainerSettings(
         learning_rate=filled(trainer.learning_rate),
@@ -219,8 +221,13 @@ def build_trainer(
         max_grad_norm=trainer.max_grad_norm,
         num_iterations=trainer.num_iterations,
         activations=trainer.activations,
-        compiled=trainer.compile == "on" or (trainer.compile == "auto" and next(model.parameters()).is_cuda),
+        compiled=trainer.compile == "on" or (trainer.compile == "auto" and device.type == "cuda"),
         float32_head=trainer.float32_head,
+        parallel="fsdp2" if trainer.parallel == "fsdp2" else "replicated",
+        shard_ranks=trainer.shard_ranks,
+        share_prefixes=trainer.share_prefixes,
+        sync_every_row=trainer.sync_every_row,
+        device=str(device),
         seed=recipe.run.seed,
     )
     reference = _reference(recipe, model) if settings.loss.beta > 0 else None
@@ -260,7 +267,7 @@ def build_engine_and_bridge(recipe: Recipe, policy: Policy, trainer: Trainer, pl
     )
     return served, NcclBridge(
         urls,
-        WholeWeights(trainer.weights),
+        trainer.source(),
         token=token,
         host=recipe.engine.host,
         verify_every=sync.verify_every,

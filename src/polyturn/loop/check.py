@@ -24,6 +24,7 @@ from polyturn.metrics.run_folder import refuse_name
 from polyturn.models.folder import BUILTIN_POSITIONS, SMOLLM2, TINY, adapter_base, is_adapter, local_folder, max_positions
 from polyturn.models.smollm2 import check_smollm2
 from polyturn.plan.auto_memory import fit_here
+from polyturn.plan.auto_parallel import shard_here
 from polyturn.processes.gpus import visible_gpus
 from polyturn.rendering.renderer import Renderer
 from polyturn.types import Task, TaskSource
@@ -63,9 +64,10 @@ def check(recipe: Recipe, *, model: str | None = None, resources: Resources | No
     environment = recipe_environment(recipe, resources)
     component_weights(recipe)
     train_tasks = load_tasks(recipe, environment, "train")
+    recipe, sharded = shard_here(recipe, num_tasks=train_tasks.size)
     recipe, chosen = fit_here(recipe, num_tasks=train_tasks.size)
     resolved = resolve(recipe, num_train_tasks=train_tasks.size, on_gpu=computes_on_gpu(recipe))
-    resolved = replace(resolved, reasons={**resolved.reasons, **chosen})
+    resolved = replace(resolved, reasons={**resolved.reasons, **sharded, **chosen})
     open_stream(recipe, train_tasks)
     refuse_unsendable(recipe, train_tasks)
     estimator = build_estimator(recipe.algorithm.advantage, recipe.algorithm.advantage_options)

@@ -40,6 +40,11 @@ def train_rank(place: Place, recipe: Recipe) -> int:
     checked = check(recipe)
     if place.role.number == 0:
         return train_here(_at_peers(checked, place), RunFolder(place.role.folder), place)
+    return serve_rank(checked, place)
+
+
+def serve_rank(checked: Checked, place: Place) -> int:
+    """Train on what rank 0 gives, until the run ends. Returns the exit code."""
     quiet_libraries()
     resume = resume_of(RunFolder(place.role.folder))
     policy = with_weights(asyncio.run(policy_to_train(checked.recipe, checked.environment, say)), resume)

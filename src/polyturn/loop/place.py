@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polyturn.config.schema import Recipe
+from polyturn.errors import ConfigError, RankError
 from polyturn.processes.heartbeat import Heartbeat
 from polyturn.processes.role import DRIVER, Role
 
@@ -30,15 +32,42 @@ class Place:
         """Show a wait to whoever looks from outside."""
         return self.heartbeat.waiting(what, deadline_s)
 
-    def join_ranks(self, recipe: Recipe) -> ProcessRanks | None:
-        """The group of the trainer's ranks; None where there is one rank. Raises RankError."""
+    def join_ranks(self, recipe: Recipe, *, on_lost: Callable[[RankError], None] | None = None) -> ProcessRanks | None:
+        """The group of the trainer's ranks; None where there is one rank. See `ProcessRanks.join`.
+
+        Raises RankError, and ConfigError for ranks whose recipes differ.
+        """
         if recipe.trainer.num_ranks == 1:
             return None
         from polyturn.trainer.ranks import ProcessRanks  # brings torch, which an environment process has no use for
 
-        return ProcessRanks.join(
-            deadline_s=recipe.trainer.collective_deadline_s, start_deadline_s=JOIN_S, waiting=self.heartbeat.waiting
+        ranks = ProcessRanks.join(
+            deadline_s=recipe.trainer.collective_deadline_s,
+            start_deadline_s=JOIN_S,
+            waiting=self.heartbeat.waiting,
+            on_lost=on_lost,
         )
+        _refuse_other_recipes(ranks.gather(_facts(recipe), "the recipes of all ranks"))
+        return ranks
+
+
+def _facts(recipe: Recipe) -> dict[str, str]:
+    """What ranks must agree on, as text by section."""
+    whole = recipe.model_dump(mode="json")
+    whole["run"] = {key: value for key, value in whole["run"].items() if key not in ("output_dir", "name", "log_level")}
+    for name in ("launch", "logging"):
+        del whole[name]
+    return {name: json.dumps(section, sort_keys=True) for name, section in whole.items()}
+
+
+def _refuse_other_recipes(of_ranks: list[dict[str, str]]) -> None:
+    for rank, facts in enumerate(of_ranks):
+        differing = sorted(name for name in facts.keys() | of_ranks[0].keys() if facts.get(name) != of_ranks[0].get(name))
+        if differing:
+            raise ConfigError(
+                f"rank {rank} has another recipe than rank 0: the section {differing[0]} differs; start all ranks with the "
+                "same recipe and overrides"
+            )
 
 
 @contextmanager

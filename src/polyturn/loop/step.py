@@ -19,6 +19,7 @@ from polyturn.rollouts.driver import rollout_groups
 from polyturn.rollouts.episode import Limits, Player, Sampling
 from polyturn.trajectories.assemble import assemble
 from polyturn.trajectories.pack import pack
+from polyturn.trajectories.sharing import Sharing
 from polyturn.types import Task, TrainBatch, TrainSample, Trajectory, TrajectoryGroup
 
 
@@ -79,12 +80,15 @@ class BatchReport:
 
 
 def build_batches(
-    recipe: Recipe, groups: Sequence[TrajectoryGroup], credit: Sequence[GroupAdvantages]
+    recipe: Recipe,
+    groups: Sequence[TrajectoryGroup],
+    credit: Sequence[GroupAdvantages],
+    sharing: Sharing | None = None,
 ) -> tuple[list[TrainBatch], BatchReport]:
     """Samples of all groups, packed, one batch per optimizer step (cut by whole groups).
 
     Left out, and counted: faults, groups with fewer than two valid siblings, groups whose advantages are all zero,
-    trajectories that a limit ended when the recipe masks them, broken samples.
+    trajectories that a limit ended when the recipe masks them, broken samples. `sharing` is the trainer's.
     """
     report = BatchReport(planned=sum(len(group.trajectories) for group in groups))
     per_group = [_group_samples(recipe, group, advantages, report) for group, advantages in zip(groups, credit, strict=True)]
@@ -93,7 +97,8 @@ def build_batches(
         samples = [sample for index in chunk for sample in per_group[index]]
         planned = sum(len(groups[index].trajectories) for index in chunk)
         if samples:
-            batches.append(pack(samples, row_tokens=filled(recipe.trainer.row_tokens), planned_trajectories=planned))
+            row_tokens = filled(recipe.trainer.row_tokens)
+            batches.append(pack(samples, row_tokens=row_tokens, planned_trajectories=planned, sharing=sharing))
     return batches, report
 
 

@@ -53,6 +53,7 @@ class Stopping:
         self._say = say
         self._event = asyncio.Event()
         self._taken: list[signal.Signals] = []
+        self._lost: BaseException | None = None
         self.requested: str | None = None
 
     async def __aenter__(self) -> Stopping:
@@ -80,12 +81,32 @@ class Stopping:
         self._say(f"{number.name}: the run ends after saving its model; once more ends it at once")
         self._event.set()
 
+    def lose(self, error: BaseException) -> None:
+        """What `work` counts on is gone: `unless` raises `error` from now on. From the event loop's own thread."""
+        self._lost = error
+        self._event.set()
+
+    def lose_from_thread(self) -> Callable[[BaseException], None]:
+        """`lose` for whoever notices in another thread; made in the event loop's own."""
+        loop = asyncio.get_running_loop()
+
+        def notice(error: BaseException) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and nothing waits any more
+                loop.call_soon_threadsafe(self.lose, error)
+
+        return notice
+
     async def unless(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Await `work`, or cancel it when a stop is asked for. Raises StopRequested then, and what `work` raises."""
+        """Await `work`, or cancel it when a stop is asked for or something is lost.
+
+        Raises StopRequested then, or what was lost, and what `work` raises.
+        """
         task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._event.wait())
         try:
             await asyncio.wait((task, asked), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
+                if self._lost is not None:
+                    raise self._lost
                 raise StopRequested
             return task.result()
         finally:

@@ -111,7 +111,9 @@ async def build_run(
     refuse_long_openings(recipe, checked.train_tasks, policy.renderer)
     stream = open_stream(recipe, checked.train_tasks, cursor=start.cursor)
     refuse_hidden_tools(checked.environment, checked.train_tasks, policy.renderer)
-    trainer = build_trainer(recipe, policy.model, place.join_ranks(recipe), exact=policy.exact)
+    stopping = stopping or Stopping(say)
+    ranks = place.join_ranks(recipe, on_lost=stopping.lose_from_thread())
+    trainer = build_trainer(recipe, policy.model, ranks, exact=policy.exact)
     policy = replace(policy, exact=None)  # the trainer has taken them over
     restore_trainer(trainer, resume)
     engine, bridge = build_engine_and_bridge(recipe, policy, trainer, place)
@@ -147,7 +149,7 @@ async def build_run(
         guard=guard,
         spans=Spans(),
         say=say,
-        stopping=stopping or Stopping(say),
+        stopping=stopping,
         place=place,
         saving=saving,
     )
@@ -233,7 +235,7 @@ async def train_step(run: Run, step: int) -> None:
     with spans.span("rollout"), run.place.waiting(what):
         groups = await run.stopping.unless(make_groups(recipe, player, tasks))
     credit = run.checked.estimator(groups)
-    batches, report = build_batches(recipe, groups, credit)
+    batches, report = build_batches(recipe, groups, credit, run.trainer.sharing)
     save_trajectories(run, step, groups, credit)
     run.guard.check(report)
     with spans.span("checkpoint"):
@@ -292,7 +294,8 @@ async def evaluate_now(run: Run, *, step: int) -> dict[str, Evaluation]:
 
 def write_model(checked: Checked, folder: RunFolder, policy: Policy, trainer: Trainer, target: Path, step: int) -> None:
     """Write the policy after `step` to `target` as an ordinary folder, with a card that says where it is from."""
-    export_model(trainer.model, policy.folder, target, chat_template=chat_template(checked.recipe))
+    whole = trainer.state_to_save()  # of shards, rank 0 holds it in CPU memory meanwhile
+    export_model(trainer.model, policy.folder, target, chat_template=chat_template(checked.recipe), state=whole)
     write_card(target, checked.recipe, folder.metrics, step=step)
 
 
@@ -349,5 +352,6 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], report: BatchReport, batc
         "num_masked_truncated": report.masked_truncated,
         "num_rows": sum(len(batch.rows) for batch in batches),
         "num_tokens": sum(batch.num_tokens for batch in batches),
+        "num_shared_tokens": sum(batch.num_shared_tokens for batch in batches),
         "num_trained_tokens": sum(batch.num_trained_tokens for batch in batches),
     }

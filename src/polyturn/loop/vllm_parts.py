@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from polyturn.config.schema import Recipe, filled
@@ -13,7 +14,7 @@ from polyturn.loop.place import Place
 from polyturn.models.adapters import frozen_weights, save_adapters
 from polyturn.processes.role import read_control
 from polyturn.trainer.trainer import Trainer
-from polyturn.weight_sync.base import WeightBridge, WholeWeights
+from polyturn.weight_sync.base import WeightBridge
 from polyturn.weight_sync.lora import LoraBridge
 from polyturn.weight_sync.nccl import NcclBridge
 from polyturn.weight_sync.probe import Probe
@@ -44,13 +45,17 @@ def vllm_servers(recipe: Recipe, trainer: Trainer, place: Place) -> tuple[HttpEn
     }
     if sync.mode == "lora":
         lora = filled(recipe.model.lora)
-        frozen, save = partial(frozen_weights, model), partial(save_adapters, model)
-        folder = place.role.folder / "adapters"
-        return engine, LoraBridge(urls, trainer.weights, frozen, save, folder, scaling=lora.alpha / lora.rank, **usual)
+        base, folder = list(frozen_weights(model)), place.role.folder / "adapters"
+
+        def save(target: Path) -> None:
+            save_adapters(model, target, trainer.state_to_save())
+
+        frozen = partial(trainer.whole, base)
+        return engine, LoraBridge(urls, trainer.whole, frozen, save, folder, scaling=lora.alpha / lora.rank, **usual)
     if sync.mode == "restart":
         save, folder = partial(_save, model), place.role.folder / "weights"
         return engine, RestartBridge(urls, _controls(place, len(urls)), trainer.weights, save, folder, **usual)
-    return engine, NcclBridge(urls, WholeWeights(trainer.weights), host=recipe.engine.host, may_miss=True, **usual)
+    return engine, NcclBridge(urls, trainer.source(), host=recipe.engine.host, may_miss=True, **usual)
 
 
 def _probe(recipe: Recipe, trainer: Trainer) -> Probe | None:

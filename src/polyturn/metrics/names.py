@@ -25,6 +25,7 @@ METRICS: Mapping[str, str] = {
     "num_zero_advantage_groups": "Groups that teach nothing, because every advantage in them is 0.",
     "num_masked_truncated": "Trajectories that a limit ended and rollout.mask_truncated kept out of the batch.",
     "num_rows": "Packed rows of the batch.",
+    "num_shared_tokens": "Tokens that samples have in common and that the rows hold once.",
     "num_tokens": "Tokens of the batch, context included.",
     "num_trained_tokens": "Tokens of the batch under the loss mask.",
     "loss": "The loss that was minimized, mean over the optimizer steps of the step.",

@@ -64,12 +64,15 @@ def load_adapters(model: Any, folder: Path, *, base: str) -> None:
     name_base(model, base)
 
 
-def save_adapters(model: Any, folder: Path) -> None:
-    """Write the adapters of `model` as PEFT does: `peft.PeftModel.from_pretrained` reads them, and `load_adapters`."""
+def save_adapters(model: Any, folder: Path, state: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write the adapters of `model` as PEFT does: `peft.PeftModel.from_pretrained` reads them, and `load_adapters`.
+
+    `state` has their tensors where the model holds shards.
+    """
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    tensors = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
+    tensors = get_peft_model_state_dict(model, state_dict=state, adapter_name=ADAPTER, save_embedding_layers=False)
     named = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
     config = copy.copy(model.peft_config[ADAPTER])

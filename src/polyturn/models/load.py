@@ -112,8 +112,17 @@ def differentiable(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def export_model(model: Any, source: Path, target: Path, *, chat_template: Path | None = None) -> None:
+def export_model(
+    model: Any,
+    source: Path,
+    target: Path,
+    *,
+    chat_template: Path | None = None,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> None:
     """Write an ordinary transformers folder: weights and config of `model`, tokenizer and chat template of `source`.
+
+    `state` has the tensors where `model` holds shards of them; without it they are its own.
 
     Of a model with adapters these alone are written, as PEFT does; `adapter_config.json` names their base.
 
@@ -121,9 +130,10 @@ def export_model(model: Any, source: Path, target: Path, *, chat_template: Path 
     """
     target.mkdir(parents=True, exist_ok=True)
     if has_adapters(model):
-        save_adapters(model, target)
+        save_adapters(model, target, state)
     else:
-        model.save_pretrained(target, safe_serialization=True, max_shard_size=_SHARD)
+        whole = {} if state is None else {"state_dict": dict(state)}
+        model.save_pretrained(target, safe_serialization=True, max_shard_size=_SHARD, **whole)
     for name in _TOKENIZER_FILES:
         if (source / name).is_file() and source != target:
             shutil.copyfile(source / name, target / name)

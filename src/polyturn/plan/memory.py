@@ -19,7 +19,8 @@ measured: float32, attention of another width than h, experts, latent attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -90,6 +91,10 @@ class TrainerLoad:
     quantize: Quantize | None = None
     reference: Literal["none", "same", "cpu"] = "none"
     """Where a frozen copy of whole weights waits; `none` also with adapters, whose reference is the policy itself."""
+    shards: int = 1
+    """Ranks that one copy of the weights is cut over."""
+    sync_every_row: bool = False
+    """Of shards: no whole gradients are held between rows."""
 
 
 def trainer_terms(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, ...]:
@@ -130,12 +135,39 @@ def trainer_terms(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, ...]:
         ),
         Term(
             name="KL reference",
-            bytes=0 if load.reference == "none" else facts.parameters * width,
+            bytes=0 if load.reference == "none" else facts.parameters * width / load.shards,
             formula=f"a frozen copy of the weights, {'while it scores' if load.reference == 'cpu' else 'always'}",
             phase="scoring" if load.reference == "cpu" else "always",
         ),
     ]
+    if load.shards > 1:
+        terms += _together(facts, load)
     return tuple(term for term in terms if term.bytes > 0)
+
+
+def _together(facts: ModelFacts, load: TrainerLoad) -> list[Term]:
+    """What a rank with shards holds whole for a while: embedding and head, two layers, and gradients."""
+    width = ELEMENT_BYTES[load.dtype]
+    ends, layer = facts.embedding + facts.head, facts.layer_weights / facts.layers
+    trained = adapter_numbers(facts, load) or facts.parameters
+    several = load.rows > 1 and not load.sync_every_row
+    share = trained / facts.parameters
+    return [
+        Term(
+            name="gathered weights",
+            bytes=width * (ends + 2 * layer),
+            formula="embedding and head, the layer that computes and the next one",
+            phase="training",
+        ),
+        Term(
+            name="whole gradients",
+            bytes=_FLOAT32 * (trained if several else share * (ends + layer)),
+            formula="float32, added up until the last row of a step; trainer.sync_every_row=true holds a layer's"
+            if several
+            else "float32, of embedding, head and a layer until they are summed over the ranks",
+            phase="training",
+        ),
+    ]
 
 
 def own_terms(terms: Iterable[Term], processes: int = 1) -> tuple[Term, ...]:
@@ -178,11 +210,21 @@ def adapter_numbers(facts: ModelFacts, load: TrainerLoad) -> int:
 def _tensors(facts: ModelFacts, load: TrainerLoad) -> Iterator[tuple[Placed, int]]:
     """Bytes of every tensor, with the number of its like."""
 
-    def trained(numel: int) -> Placed:
-        return trained_tensor(
-            numel, dtype=load.dtype, optimizer=load.optimizer, master_weights=load.master_weights, offload=load.offload
-        )
+    def part(numel: int, rows: int) -> int:
+        """Of the rank with the most: tensors are cut along their first dimension."""
+        return numel if load.shards == 1 else math.ceil(rows / load.shards) * (numel // rows)
 
+    # Shards with masters are float32 themselves, and have no weights of another type beside them.
+    masters_alone = load.shards > 1 and load.master_weights == "float32"
+    dtype = "float32" if masters_alone else load.dtype
+    master_weights: MasterWeights = "none" if masters_alone else load.master_weights
+
+    def trained(numel: int) -> Placed:
+        return trained_tensor(numel, dtype=dtype, optimizer=load.optimizer, master_weights=master_weights, offload=load.offload)
+
+    if load.shards > 1:
+        yield from _shards(facts, load, part, trained)
+        return
     matrices = ((linear, linear.inputs * linear.outputs) for linear in facts.linears)
     if load.lora_rank is None:
         yield from ((trained(numel), linear.count) for linear, numel in matrices)
@@ -195,6 +237,26 @@ def _tensors(facts: ModelFacts, load: TrainerLoad) -> Iterator[tuple[Placed, int
     for linear in adapted(facts, load.lora_targets):
         yield trained(adapter_parameters(linear.inputs, 0, load.lora_rank)), linear.count
         yield trained(adapter_parameters(0, linear.outputs, load.lora_rank)), linear.count
+
+
+def _shards(
+    facts: ModelFacts, load: TrainerLoad, part: Callable[[int, int], int], trained: Callable[[int], Placed]
+) -> Iterator[tuple[Placed, int]]:
+    """Bytes of this rank's part of every tensor, with the number of its like."""
+
+    def base(numel: int) -> Placed:
+        return trained(numel) if load.lora_rank is None else frozen_tensor(numel, dtype=load.dtype)
+
+    for linear in facts.linears:
+        yield base(part(linear.inputs * linear.outputs, linear.outputs)), linear.count
+    for numel, count in facts.other_tensors():
+        yield base(part(numel, facts.vocabulary if numel == facts.embedding else numel)), count
+    rank = load.lora_rank
+    if rank is None:
+        return
+    for linear in adapted(facts, load.lora_targets):
+        yield trained(part(rank * linear.inputs, rank)), linear.count
+        yield trained(part(rank * linear.outputs, linear.outputs)), linear.count
 
 
 def _activations(facts: ModelFacts, load: TrainerLoad) -> tuple[float, float]:
@@ -245,6 +307,9 @@ def _head(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, Term]:
 
 def _weights_formula(facts: ModelFacts, load: TrainerLoad) -> str:
     width = ELEMENT_BYTES[load.dtype]
+    if load.shards > 1:
+        kind = "float32, which are the masters" if load.master_weights == "float32" else load.dtype
+        return f"{facts.parameters:,} parameters ({kind}) on {load.shards} ranks"
     if load.quantize is not None:
         return f"linear layers in {load.quantize}, the rest x {width} bytes, and adapters"
     return f"{facts.parameters:,} parameters x {width} bytes" + (", and adapters" if load.lora_rank is not None else "")

@@ -272,6 +272,8 @@ def trainer_load(recipe: Recipe) -> TrainerLoad:
         lora_targets=None if model.lora is None else model.lora.targets,
         quantize=model.quantize,
         reference=trainer.reference_device if has_reference else "none",
+        shards=(trainer.shard_ranks or trainer.num_ranks) if trainer.parallel == "fsdp2" else 1,
+        sync_every_row=trainer.sync_every_row,
     )
 
 
@@ -282,6 +284,7 @@ def _caveats(recipe: Recipe, facts: ModelFacts, load: TrainerLoad) -> tuple[str,
         "tensor parallelism of the engine": tensor_parallel(recipe) > 1,
         "activations of float32 weights": load.dtype == "float32",
         "attention with a mask": load.masked,
+        "shards: their own sizes are exact, what is whole for a while was never measured": load.shards > 1,
         "activations of experts": facts.experts_per_token > 0,
         "activations of latent attention": facts.latent_numbers is not None,
         "activations where heads x head size is not the hidden size": facts.heads * facts.head_dim != facts.hidden,

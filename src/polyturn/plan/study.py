@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from polyturn.config.schema import Recipe
 from polyturn.plan.auto_memory import fit_memory
+from polyturn.plan.auto_parallel import shard_on
 from polyturn.plan.hardware import Hardware, Machine
 from polyturn.plan.models import ModelFacts
 from polyturn.plan.money import Cost, cost_of
@@ -71,8 +72,11 @@ def study(
         preferred = prefer(recipe, facts, machine, goal, num_tasks=num_tasks, fill=fill)
         recipe = preferred.recipe
     chosen: Mapping[str, str] = {}
+    if machine is not None:
+        recipe, chosen = shard_on(recipe, facts, machine, num_tasks=num_tasks)
     if machine is not None and recipe.trainer.memory == "auto":
-        recipe, chosen = fit_memory(recipe, facts, machine, num_tasks=num_tasks)
+        recipe, fitted = fit_memory(recipe, facts, machine, num_tasks=num_tasks)
+        chosen = {**chosen, **fitted}
     plan = plan_on(recipe, facts, machine, num_tasks=num_tasks)
     plan = replace(plan, reasons={**plan.reasons, **chosen})
     smallest = smallest_gpu(recipe, facts, hardware, num_tasks=num_tasks)

@@ -8,24 +8,29 @@ or the model squashes its attention scores, transformers' SDPA with a block mask
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyturn.errors import ConfigError
+from polyturn.trainer.row import Tree
 
 VARLEN = "polyturn_varlen"
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def use_attention(model: Any, asked: str) -> None:
+def use_attention(model: Any, asked: str, *, on_gpu: bool | None = None) -> None:
     """Make `model`, which was loaded with transformers' own choice, attend as `model.attention=asked` says.
+
+    `on_gpu` says where it will compute; None: where it is.
 
     `auto` takes ours where it is exact and runs. Raises ConfigError where what is asked for can't be had.
     """
     weight = next(model.parameters())
-    fits = weight.is_cuda and weight.dtype in _HALF and not _squashes(model.config) and _available()
+    on_gpu = weight.is_cuda if on_gpu is None else on_gpu
+    fits = on_gpu and weight.dtype in _HALF and not _squashes(model.config) and _available()
     if asked == "varlen" and not fits:
         raise ConfigError(
             "model.attention=varlen needs a GPU, weights of 16 bits, torch 2.11 or newer, and a model that does not squash its "
@@ -65,15 +70,24 @@ def varlen_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    tree: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of one packed row, as transformers calls it; N query heads, M key heads, D their size.
 
-    Without `cu_seq_lens_q` the row is one sample. Returns `[1, T, N, D]`.
+    Without `cu_seq_lens_q` the row is one sample; with `tree`, a block mask, it has segments that follow others. Returns
+    `[1, T, N, D]`.
     """
+    assert dropout == 0.0, "the policy that is trained is the one that sampled: there is no dropout"
+    if tree is not None:
+        assert sliding_window is None, "a window counts places in the row"
+        groups = query_1NTD.shape[1] != key_1MTD.shape[1]
+        out_1NTD = _flex(query_1NTD.is_cuda)(
+            query_1NTD, key_1MTD, value_1MTD, block_mask=tree, scale=scaling, enable_gqa=groups
+        )
+        return out_1NTD.transpose(1, 2), None
     from torch.nn.attention.varlen import varlen_attn
 
-    assert dropout == 0.0, "the policy that is trained is the one that sampled: there is no dropout"
     query_TND, key_TMD, value_TMD = (states[0].transpose(0, 1) for states in (query_1NTD, key_1MTD, value_1MTD))
     length = query_TND.shape[0]
     if cu_seq_lens_q is None or max_length_q is None:
@@ -95,6 +109,33 @@ def varlen_attention(
     )
     assert isinstance(out_TND, Tensor), "nothing besides the output was asked for"
     return out_TND[None], None
+
+
+def block_mask(tree: Tree) -> Any:
+    """Who sees whom, for kernels that skip whole blocks of pairs that don't count."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    segment_T, sees_SS, position_T = tree.segment_T, tree.sees_SS, tree.position_T
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return sees_SS[segment_T[query], segment_T[key]] & (position_T[query] >= position_T[key])
+
+    length = len(segment_T)
+    return create_block_mask(sees, None, None, length, length, device=str(segment_T.device), _compile=segment_T.is_cuda)
+
+
+def _flex(compiled: bool) -> Callable[..., Any]:
+    """PyTorch's flexible attention; its kernels are made by the compiler, and without it every pair is computed."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if not compiled:
+        return flex_attention
+    if not _FLEX:
+        _FLEX.append(torch.compile(flex_attention))
+    return _FLEX[0]
+
+
+_FLEX: list[Callable[..., Any]] = []
 
 
 def _available() -> bool:

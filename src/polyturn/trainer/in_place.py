@@ -40,6 +40,10 @@ class InPlaceOptimizer:
         """See `PolicyOptimizer.load_state_dict`."""
         self._rule.load_state_dict(state["rule"])
 
+    def rules(self) -> list[tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]]:
+        """Each rule with its parameters."""
+        return [(self._rule, self._parameters)]
+
     def held(self) -> Placed:
         """See `PolicyOptimizer.held`."""
         return Placed(

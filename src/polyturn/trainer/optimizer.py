@@ -63,8 +63,13 @@ def clip(gradients: list[Tensor], longest: float) -> Tensor:
     # Also of bfloat16 gradients the norm is a float32 number: in bfloat16 it would be off by half a percent.
     kind = torch.promote_types(gradients[0].dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, dtype=kind)))
-    torch._foreach_mul_(gradients, (longest / (norm + 1e-6)).clamp_max(1.0))
+    clip_by(gradients, norm, longest)
     return norm
+
+
+def clip_by(gradients: list[Tensor], norm: Tensor, longest: float) -> None:
+    """Scale `gradients` in place by what makes a norm of `norm` one of `longest` at most."""
+    torch._foreach_mul_(gradients, (longest / (norm + 1e-6)).clamp_max(1.0))
 
 
 def learning_rate_at(optimizer_step: int, settings: TrainerSettings) -> float:

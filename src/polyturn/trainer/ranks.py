@@ -17,14 +17,19 @@ from typing import Any, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from polyturn.errors import RankError
+from polyturn.trainer.roll_call import RollCall
 
 Waiting: TypeAlias = Callable[[str, float], AbstractContextManager[None]]
 """Notes a wait for others to see, as `Heartbeat.waiting` does."""
 
 _BUCKET_BYTES = 64 << 20
+_KEY = "trainer.collective_deadline_s"
 _WORDS_PER_DEADLINE = 4
+_SPEAK_S = 10.0
+"""At least so often: a rank that died is noticed by it too."""
 
 
 class Ranks(Protocol):
@@ -42,8 +47,11 @@ class Ranks(Protocol):
     def gather(self, note: Any, what: str) -> list[Any]:
         """The JSON values of all ranks, in order, on every rank. Raises RankError."""
 
-    def tell(self, word: str, payloads: Sequence[bytes] | None = None) -> None:
-        """From rank 0: one word to each other rank, with a payload of its own. Raises RankError."""
+    def tell(self, word: str, payloads: Sequence[bytes] | None = None) -> AbstractContextManager[None]:
+        """From rank 0: one word to each other rank, with a payload of its own. Raises RankError.
+
+        Within what it returns all are at work, and nothing else is said to them.
+        """
 
     def hear(self) -> tuple[str, bytes]:
         """On the other ranks: the next word that is not `wait`, and its payload. Raises RankError."""
@@ -69,8 +77,9 @@ class Alone:
         """The value itself."""
         return [note]
 
-    def tell(self, word: str, payloads: Sequence[bytes] | None = None) -> None:
+    def tell(self, word: str, payloads: Sequence[bytes] | None = None) -> AbstractContextManager[None]:
         """Nobody listens."""
+        return nullcontext()
 
     def hear(self) -> tuple[str, bytes]:
         """Raises RankError: there is no driver but this rank."""
@@ -81,12 +90,22 @@ class Alone:
 
 
 class ProcessRanks:
-    """Ranks in processes of their own, joined through the variables that torchrun sets."""
+    """Ranks in processes of their own, joined through the variables that torchrun sets, or within a group that is there."""
 
-    def __init__(self, *, deadline_s: float, waiting: Waiting | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        deadline_s: float,
+        waiting: Waiting | None = None,
+        on_lost: Callable[[RankError], None] | None = None,
+        owns_group: bool = False,
+    ) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        self._owns_group = owns_group
+        self._on_lost = on_lost or (lambda error: None)
         self._group = dist.new_group(timeout=datetime.timedelta(seconds=deadline_s))
+        self._roll = RollCall(self.rank, self.size)
         self._deadline_s = deadline_s
         self._waiting = waiting or (lambda what, seconds: nullcontext())
         self._speaking = threading.Lock()
@@ -95,21 +114,52 @@ class ProcessRanks:
             threading.Thread(target=self._keep_speaking, name="keeps the ranks waiting", daemon=True).start()
 
     @classmethod
-    def join(cls, *, deadline_s: float, start_deadline_s: float, waiting: Waiting | None = None) -> ProcessRanks:
-        """Join the others. Raises RankError when they don't all come within `start_deadline_s`, or a variable is missing."""
+    def join(
+        cls,
+        *,
+        deadline_s: float,
+        start_deadline_s: float,
+        waiting: Waiting | None = None,
+        on_lost: Callable[[RankError], None] | None = None,
+    ) -> ProcessRanks:
+        """Join the others. Raises RankError when they don't all come within `start_deadline_s`, or a variable is missing.
+
+        On rank 0 `on_lost` hears, from another thread, when it finds between two steps that a rank is gone.
+
+        Where torch's default group is there already, its ranks are taken, and it is left as it is in the end.
+        """
         waiting = waiting or (lambda what, seconds: nullcontext())
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         with _named("all ranks to join", waiting, start_deadline_s, "its deadline"):
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=start_deadline_s))
+            owns_group = not dist.is_initialized()
+            if owns_group:
+                dist.init_process_group(backend, timeout=datetime.timedelta(seconds=start_deadline_s))
             dist.barrier()
-        return cls(deadline_s=deadline_s, waiting=waiting)
+        return cls(deadline_s=deadline_s, waiting=waiting, on_lost=on_lost, owns_group=owns_group)
 
     def leave(self) -> None:
         """See `Ranks.leave`."""
         self._ended.set()
+        self._roll.stop()
         with self._speaking:  # the group must not end under a word that is being said
-            if dist.is_initialized():
+            if dist.is_initialized() and self._owns_group:
                 dist.destroy_process_group()
+
+    def mesh(self, device_type: str, shard_ranks: int) -> DeviceMesh:
+        """All ranks, where `shard_ranks` is their number; else copies of so many ranks, neighbours. A collective."""
+        if shard_ranks == self.size:
+            return DeviceMesh.from_group(self._group, device_type)
+        places = torch.arange(self.size).reshape(-1, shard_ranks)
+        limit = datetime.timedelta(seconds=self._deadline_s)
+        across, within = (
+            [dist.new_group(line, timeout=limit) for line in lines.tolist()] for lines in (places.T.contiguous(), places)
+        )
+        groups = [across[self.rank % shard_ranks], within[self.rank // shard_ranks]]
+        return DeviceMesh.from_group(groups, device_type, mesh=places, mesh_dim_names=("copies", "shards"))
+
+    def lost(self, what: str, error: BaseException) -> RankError:
+        """What to raise when `what` did not come about because of `error`: it names who is gone, where that can be seen."""
+        return _lost(f"{what} (rank {self.rank} of {self.size})", error, self._deadline_s, _KEY, self._roll)
 
     def sum_in_place(self, tensors: Sequence[Tensor], what: str) -> None:
         """See `Ranks.sum_in_place`. Sent in buckets, so that many small tensors cost as little as few large ones."""
@@ -139,10 +189,12 @@ class ProcessRanks:
         together, _ = self.concatenate(torch.cat([own, torch.tensor([ord("\n")], dtype=torch.uint8)]), what)
         return [json.loads(line) for line in bytes(together.numpy()).splitlines()]
 
-    def tell(self, word: str, payloads: Sequence[bytes] | None = None) -> None:
+    @contextmanager
+    def tell(self, word: str, payloads: Sequence[bytes] | None = None) -> Iterator[None]:
         """See `Ranks.tell`."""
         with self._speaking:
             self._say(word, payloads)
+            yield
 
     def hear(self) -> tuple[str, bytes]:
         """See `Ranks.hear`."""
@@ -172,32 +224,36 @@ class ProcessRanks:
         return bytes(data.numpy())
 
     def _keep_speaking(self) -> None:
-        while not self._ended.wait(self._deadline_s / _WORDS_PER_DEADLINE):
+        while not self._ended.wait(min(_SPEAK_S, self._deadline_s / _WORDS_PER_DEADLINE)):
             try:
                 with self._speaking:
                     if self._ended.is_set():
                         return
                     self._say("wait")
-            except RankError:
-                return  # the next thing that the driver itself asks of the ranks says what is wrong
+            except RankError as error:
+                self._on_lost(error)
+                return
 
     def _collective(self, what: str) -> AbstractContextManager[None]:
-        return _named(
-            f"{what} (rank {self.rank} of {self.size})", self._waiting, self._deadline_s, "trainer.collective_deadline_s"
-        )
+        return _named(f"{what} (rank {self.rank} of {self.size})", self._waiting, self._deadline_s, _KEY, self._roll)
 
 
 @contextmanager
-def _named(what: str, waiting: Waiting, deadline_s: float, key: str) -> Iterator[None]:
+def _named(what: str, waiting: Waiting, deadline_s: float, key: str, roll: RollCall | None = None) -> Iterator[None]:
     """Turn what torch raises, when a rank is gone or late, into a RankError that names the wait."""
     try:
         with waiting(what, deadline_s):
             yield
     except (RuntimeError, ValueError, ConnectionError, TimeoutError) as error:  # torch's own are RuntimeErrors
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise RankError(
-            f"waited for {what} and lost it: {first}; another rank ended, or took longer than {key}={deadline_s:g}"
-        ) from error
+        raise _lost(what, error, deadline_s, key, roll) from error
+
+
+def _lost(what: str, error: BaseException, deadline_s: float, key: str, roll: RollCall | None) -> RankError:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first = first.partition(". This is typically caused by")[0]
+    gone = roll.missing() if roll is not None else []
+    who = f"{' and '.join(gone)} can't be heard any more" if gone else "another rank ended"
+    return RankError(f"waited for {what} and lost it: {first}; {who}, or took longer than {key}={deadline_s:g}")
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -79,6 +79,14 @@ class RoundedOptimizer:
             bucket.rule.load_state_dict(rule)
         self._generator.set_state(state["noise"])
 
+    def rules(self) -> list[tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]]:
+        """Each rule with the parameters that its own stand for."""
+        return [(bucket.rule, bucket.parameters) for bucket in self._buckets]
+
+    def reseed(self, seed: int) -> None:
+        """The noise of the next step comes from `seed`."""
+        self._generator.manual_seed(seed)
+
     def held(self) -> Placed:
         """See `PolicyOptimizer.held`."""
         return Placed(

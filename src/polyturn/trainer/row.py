@@ -15,6 +15,20 @@ import torch
 from polyturn.types import PackedRow
 
 
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """`segment_T` is each token's segment, `sees_SS[a, b]` whether tokens of segment a see those of segment b."""
+
+    segment_T: torch.Tensor
+    sees_SS: torch.Tensor
+    position_T: torch.Tensor
+
+    def mask(self) -> torch.Tensor:
+        """`[1, 1, T, T]`, true where a token (the first T) sees another."""
+        earlier_TT = self.position_T[:, None] >= self.position_T[None]
+        return (self.sees_SS[self.segment_T][:, self.segment_T] & earlier_TT)[None, None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTensors:
     """A packed row on the device. `[T]` for the row, `[N]` for its trained tokens in order of position."""
@@ -25,6 +39,8 @@ class RowTensors:
     """Where samples begin, and the length of the row, int32."""
     longest: int
     """Tokens of the longest sample."""
+    tree: Tree | None = None
+    """Who sees whom, where segments follow others; None where each is a sample."""
     predicting_N: torch.Tensor
     """Position whose output predicts the trained token: one before it."""
     targets_N: torch.Tensor
@@ -38,6 +54,19 @@ class RowTensors:
 def to_tensors(row: PackedRow, device: torch.device) -> RowTensors:
     """The tensors of `row`; `N` counts the tokens under its loss mask."""
     trained = np.flatnonzero(row.loss_mask)
+    before = trained - 1
+    tree = None
+    if len(row.parents):
+        # What follows another segment is predicted by the end of that one.
+        first = np.full(len(row.input_ids), -1, dtype=np.int64)
+        first[row.cu_seqlens[:-1]] = np.where(row.parents >= 0, row.cu_seqlens[row.parents + 1] - 1, -1)
+        before = np.where(first[trained] >= 0, first[trained], before)
+        sees = np.eye(len(row.parents), dtype=np.bool_)
+        for segment, parent in enumerate(row.parents):
+            if parent >= 0:
+                sees[segment] |= sees[parent]
+        segments = np.repeat(np.arange(len(row.parents)), np.diff(row.cu_seqlens))
+        tree = Tree(*(to_device(values, device) for values in (segments, sees, row.position_ids)))
 
     def tensor(values: Any) -> torch.Tensor:
         return to_device(values, device)
@@ -47,7 +76,8 @@ def to_tensors(row: PackedRow, device: torch.device) -> RowTensors:
         position_ids_T=tensor(row.position_ids),
         cu_seqlens_S=tensor(row.cu_seqlens.astype(np.int32)),
         longest=int(np.diff(row.cu_seqlens).max()),
-        predicting_N=tensor(trained - 1),
+        tree=tree,
+        predicting_N=tensor(before),
         targets_N=tensor(row.input_ids[trained]),
         temperature_N=tensor(row.temperature[trained]),
         advantages_N=tensor(row.advantages[trained]),

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyturn.errors import ModelError
+from polyturn.trainer.attention import VARLEN, block_mask
 from polyturn.trainer.head import HeadShape, head_logprobs
 from polyturn.trainer.row import RowTensors
+from polyturn.trainer.sharding import as_forward
 
 _log = logging.getLogger(__name__)
 _PROBE_TOKENS = 6
@@ -52,7 +55,17 @@ class Scorer:
         self.model = model
         self._float32_head = float32_head
         self._head = find_head(model) if chunked_head else None
-        self._packed = getattr(model.config, "_attn_implementation", "sdpa") not in ("sdpa", "eager")
+        self._attention = getattr(model.config, "_attn_implementation", "sdpa")
+        self._packed = self._attention not in ("sdpa", "eager")
+
+    def may_share(self) -> bool:
+        """Whether the model may be given rows whose segments follow others; whether it heeds them is tried out apart.
+
+        A window over the newest tokens counts them by their place in the row.
+        """
+        config = self.model.config
+        windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+        return self._attention in ("sdpa", "eager", VARLEN) and not windowed
 
     @property
     def chunked(self) -> bool:
@@ -61,6 +74,9 @@ class Scorer:
 
     def __call__(self, row: RowTensors) -> tuple[Tensor, Tensor]:
         """`trainer_logprobs_N` with gradient and `entropy_N` without, of the trained tokens of `row`."""
+        return as_forward(self.model, partial(self._scored, row))
+
+    def _scored(self, row: RowTensors) -> tuple[Tensor, Tensor]:
         if self._head is None:
             return _of_logits(self._run(self.model, row, logits_to_keep=row.predicting_N).logits[0], row)
         hidden_TH: Tensor = self._run(self._head.backbone, row).last_hidden_state[0]
@@ -70,9 +86,17 @@ class Scorer:
         """A forward pass in which the samples of the row don't see each other.
 
         SDPA and eager attention get a block mask, which transformers builds from positions that restart at each sample; the
-        others are told where samples begin.
+        others are told where samples begin. Where segments follow others, the mask is ours.
         """
-        if self._packed:
+        mask: Tensor | None = None
+        if row.tree is not None and self._packed:
+            options["tree"] = block_mask(row.tree)
+        elif row.tree is not None:
+            mask = row.tree.mask()
+            if self._attention == "eager":  # it adds its mask
+                dtype = next(self.model.parameters()).dtype
+                mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+        elif self._packed:
             options |= {
                 "cu_seq_lens_q": row.cu_seqlens_S,
                 "cu_seq_lens_k": row.cu_seqlens_S,
@@ -82,7 +106,7 @@ class Scorer:
         return module(
             input_ids=row.input_ids_T[None],
             position_ids=row.position_ids_T[None],
-            attention_mask=None,
+            attention_mask=mask,
             use_cache=False,
             **options,
         )
@@ -97,9 +121,13 @@ def find_head(model: Any) -> Head | None:
     device, vocabulary = found.output.weight.device, found.output.weight.shape[0]
     ids_1T = (torch.arange(_PROBE_TOKENS, device=device) * 7919 % vocabulary)[None]
     own_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float()
-    hidden_TH = found.backbone(input_ids=ids_1T, use_cache=False).last_hidden_state[0]
     targets_T, ones_T = own_TV.argmax(-1), torch.ones(_PROBE_TOKENS, device=device)
-    logprobs_T, _ = found.logprobs(hidden_TH, targets_T, ones_T)
+
+    def in_parts() -> Tensor:
+        hidden_TH = found.backbone(input_ids=ids_1T, use_cache=False).last_hidden_state[0]
+        return found.logprobs(hidden_TH, targets_T, ones_T)[0]
+
+    logprobs_T = as_forward(model, in_parts)
     wanted_T = torch.log_softmax(own_TV, -1).gather(-1, targets_T[:, None])[:, 0]
     gap = float((logprobs_T - wanted_T).abs().max() / own_TV.abs().max().clamp_min(1.0))
     if gap > _MOST_GAP.get(found.output.weight.dtype, 1e-4):

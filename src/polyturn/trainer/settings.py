@@ -30,5 +30,14 @@ class TrainerSettings:
     activations: Literal["keep", "selective", "full"] = "keep"
     compiled: bool = False
     float32_head: bool = False
+    share_prefixes: Literal["auto", "on", "off"] = "off"
+    parallel: Literal["replicated", "fsdp2"] = "replicated"
+    """Whether every rank holds whole weights, or a shard of each."""
+    shard_ranks: int | None = None
+    """Ranks that one sharded copy of the weights is cut over; None: all of them."""
+    sync_every_row: bool = False
+    """Sum the gradients of shards after each row, which holds no whole ones between rows."""
+    device: str = "cpu"
+    """Where shards lie, as torch names it."""
     seed: int = 0
     """Of whatever is random in an optimizer step; the same on all ranks."""

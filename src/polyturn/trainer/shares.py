@@ -35,15 +35,19 @@ class Share:
 
 
 def share_out(
-    batches: Sequence[TrainBatch], num_ranks: int, settings: TrainerSettings, *, on_policy: bool
+    batches: Sequence[TrainBatch], num_ranks: int, settings: TrainerSettings, *, on_policy: bool, equally_many: bool = False
 ) -> list[list[Share]]:
     """Shares of every rank, one a batch: rows go to the rank with the fewest tokens so far, the longest first.
+
+    With `equally_many` every rank gets as many rows, those of equal place of similar length; where they don't go round, a row
+    of two tokens without any under the loss fills the place.
 
     >>> [[len(share.rows) for share in rank] for rank in share_out([], 2, settings, on_policy=True)]
     [[], []]
     """
     return [
-        list(column) for column in zip(*(_cut(batch, num_ranks, settings, on_policy) for batch in batches), strict=True)
+        list(column)
+        for column in zip(*(_cut(batch, num_ranks, settings, on_policy, equally_many) for batch in batches), strict=True)
     ] or [[] for _ in range(num_ranks)]
 
 
@@ -84,7 +88,7 @@ def from_bytes(data: bytes) -> list[Share]:
         raise ValueError(f"not the shares of a rank: {type(error).__name__}: {error}") from error
 
 
-def _cut(batch: TrainBatch, num_ranks: int, settings: TrainerSettings, on_policy: bool) -> list[Share]:
+def _cut(batch: TrainBatch, num_ranks: int, settings: TrainerSettings, on_policy: bool, equally_many: bool) -> list[Share]:
     weights = token_weights(
         required(settings.loss.aggregation, "aggregation"),
         np.concatenate([row.trajectory_index[row.loss_mask] for row in batch.rows]),
@@ -94,13 +98,16 @@ def _cut(batch: TrainBatch, num_ranks: int, settings: TrainerSettings, on_policy
     ends = np.cumsum([row.loss_mask.sum() for row in batch.rows])[:-1]
     weights_of = np.split(weights, ends)
     whole = _some_segment_is_cut(batch) and needs_whole_segments(settings.loss, on_policy=on_policy)
+    lengths = [len(row.input_ids) for row in batch.rows]
+    dealt = _in_rounds(lengths, num_ranks) if equally_many else _balanced(lengths, num_ranks)
+    most = max(map(len, dealt)) if equally_many else 0
     return [
         Share(
-            rows=tuple(batch.rows[index] for index in indices),
-            token_weights=tuple(weights_of[index] for index in indices),
+            rows=(*(batch.rows[index] for index in indices), *([_EMPTY_ROW] * (most - len(indices)))),
+            token_weights=(*(weights_of[index] for index in indices), *([_NO_WEIGHTS] * (most - len(indices)))),
             whole_segments=whole,
         )
-        for indices in _balanced([len(row.input_ids) for row in batch.rows], num_ranks)
+        for indices in dealt
     ]
 
 
@@ -118,3 +125,36 @@ def _balanced(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
         totals[rank] += costs[index]
         chosen[rank].append(index)
     return [sorted(indices) for indices in chosen]
+
+
+def _in_rounds(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Indices of `costs` for each rank, dealt round by round, the longest first: ranks that wait for each other at every row
+    get rows of similar length in each round, and in turn the longest of one.
+    """
+    order = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
+    rounds = [order[start : start + num_ranks] for start in range(0, len(order), num_ranks)]
+    return [
+        [dealt[place] for number, dealt in enumerate(rounds) if (place := (rank + number) % num_ranks) < len(dealt)]
+        for rank in range(num_ranks)
+    ]
+
+
+def _empty_row() -> PackedRow:
+    zeros = np.zeros(2, dtype=np.int64)
+    floats = np.zeros(2, dtype=np.float32)
+    return PackedRow(
+        input_ids=zeros,
+        position_ids=np.arange(2, dtype=np.int64),
+        cu_seqlens=np.array([0, 2], dtype=np.int64),
+        loss_mask=np.zeros(2, dtype=np.bool_),
+        advantages=floats,
+        engine_logprobs=floats,
+        temperature=floats + 1,
+        trajectory_index=zeros,
+        turn_index=zeros - 1,
+        policy_version=zeros - 1,
+    )
+
+
+_EMPTY_ROW = _empty_row()
+_NO_WEIGHTS = np.zeros(0, dtype=np.float32)

@@ -6,13 +6,16 @@ does not depend on how the tokens are cut into rows, nor on how the rows are dea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from polyturn.errors import DeviceMemoryError, NonFiniteError, RankError, TrainingError
 from polyturn.losses.base import LossInputs, required
@@ -21,7 +24,8 @@ from polyturn.losses.ratio import segment_log_ratio
 from polyturn.losses.sampler import sampler_weights
 from polyturn.models.adapters import pushed_weights
 from polyturn.trainer.layers import prepare_layers
-from polyturn.trainer.optimizer import build_optimizer, clip, learning_rate_at
+from polyturn.trainer.optimizer import learning_rate_at
+from polyturn.trainer.parallel import OnDemand, Sharded, ShardedWeights, lay_out
 from polyturn.trainer.random_state import RandomState, random_state
 from polyturn.trainer.ranks import Alone, Ranks
 from polyturn.trainer.record import Record
@@ -29,15 +33,17 @@ from polyturn.trainer.reference import present, reference_of, without_gradient
 from polyturn.trainer.row import RowsOnDemand, RowTensors, one_sample, to_device, to_tensors
 from polyturn.trainer.scorer import Scorer, refuse_mixed_samples
 from polyturn.trainer.settings import TrainerSettings
+from polyturn.trainer.sharding import same_parameters
+from polyturn.trainer.shared_prefixes import sharing_of
 from polyturn.trainer.shares import Share, from_bytes, share_out, to_bytes
 from polyturn.trainer.whole import gather_shards
 from polyturn.types import TrainBatch
-from polyturn.weight_sync.base import checksum
+from polyturn.weight_sync.base import WeightSource, WholeWeights, checksum
 
 Result = TypeVar("Result")
 Contents: TypeAlias = Literal["all", "model"]
 
-_TRAIN, _SAVE, _END = "train", "save", "end"
+_TRAIN, _GATHER, _SCORE, _SAVE, _END = "train", "gather", "score", "save", "end"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,27 +80,71 @@ class Trainer:
     ) -> None:
         assert reference is not None or settings.loss.beta == 0, "a KL term needs a reference"
         self.model = model.eval()
+        self._ranks: Ranks = ranks or Alone()
+        self._refuse_different("weights", sum(checksum(tensor) for tensor in model.state_dict().values()) if ranks else 0)
+        self._computes_in = next(model.parameters()).dtype
+        self._layout = lay_out(model, settings, self._ranks, exact)
+        if isinstance(self._layout, Sharded) and reference not in (None, model):
+            self._layout.cut_reference(reference)
         self._score = Scorer(self.model, float32_head=settings.float32_head)
         refuse_mixed_samples(self._score)
+        self.sharing = sharing_of(self._score, settings.share_prefixes)
+        """When the rows that this trainer is given should have common beginnings once; None for never."""
         prepare_layers(self.model, activations=settings.activations, compiled=settings.compiled)
         self._reference = reference_of(reference, self.model, self._score, partial(Scorer, float32_head=settings.float32_head))
         self.settings = settings
         self.version = version
         self.optimizer_step = 0
         self._device = next(model.parameters()).device
-        self.optimizer = build_optimizer(model, settings, exact)
-        self._ranks: Ranks = ranks or Alone()
-        self._refuse_different("weights", sum(checksum(tensor) for tensor in model.state_dict().values()) if ranks else 0)
+        self.optimizer = self._layout.optimizer()
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Every tensor that a push has to bring to an engine, by name: all of them, or the adapters where those are trained."""
+        """Every tensor that a push has to bring to an engine, by name: all of them, or the adapters where those are trained.
+
+        Of a sharded policy they have whole shapes and this rank's numbers; see `gather`.
+        """
         return pushed_weights(self.model)
 
+    def source(self) -> WeightSource:
+        """The weights as a bridge wants them. On rank 0."""
+        return ShardedWeights(self.weights, self.gather) if self._layout.lockstep else WholeWeights(self.weights)
+
+    def gather(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """On rank 0, with all others in `serve`: whole tensors of the model's state, by name. Raises RankError."""
+        if not self._layout.lockstep:
+            return self._layout.whole(names)
+        with self._ranks.tell(_GATHER, [json.dumps(list(names)).encode()] * (self._ranks.size - 1)):
+            return self._layout.whole(names)
+
+    def whole(self, names: Iterable[str] | None = None) -> Mapping[str, Tensor]:
+        """On rank 0: these tensors of the model's state, those of `weights` when None, whole.
+
+        Where they are shards, each is gathered when it is asked for, and not kept.
+        """
+        return OnDemand(list(self.weights() if names is None else names), self.gather)
+
+    def state_to_save(self) -> dict[str, Tensor] | None:
+        """On rank 0: what an export writes, gathered tensor by tensor into CPU memory; None where the model holds it whole.
+
+        It has the type that the policy computes in. Raises RankError.
+        """
+        if not self._layout.lockstep:
+            return None
+        same, state = same_parameters(self.model), dict[str, Tensor]()
+        for name, kept in self.weights().items():
+            owner = same.get(name, name)
+            if owner in state:
+                state[name] = state[owner]
+                continue
+            dtype = self._computes_in if isinstance(kept, DTensor) else kept.dtype
+            state[name] = self.gather([name])[name].to("cpu", dtype)
+        return state
+
     def logprobs_of(self, prompt: Sequence[int], ids: Sequence[int]) -> list[float]:
-        """Log-probabilities of `ids` after `prompt`, at temperature 1."""
-        self.model.eval()
-        (logprobs_N,) = without_gradient(self._score, [one_sample(prompt, ids, self._device)])
-        return [float(value) for value in logprobs_N]
+        """On rank 0: log-probabilities of `ids` after `prompt`, at temperature 1. Raises RankError."""
+        asked = json.dumps([list(prompt), list(ids)]).encode()
+        with self._ranks.tell(_SCORE, [asked] * (self._ranks.size - 1)) if self._layout.lockstep else nullcontext():
+            return self._logprobs_of(prompt, ids)
 
     def train(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
         """All optimizer steps of one training step: `num_iterations` passes over `batches`, one step each.
@@ -106,21 +156,26 @@ class Trainer:
             NonFiniteError: a loss, a log-probability or a gradient is nan or inf; the weights are those before the step.
             RankError: another rank ended or is late.
         """
-        shares = share_out(batches, self._ranks.size, self.settings, on_policy=not self._several(len(batches)))
-        self._ranks.tell(_TRAIN, [to_bytes(share) for share in shares[1:]])
-        return self._train(shares[0])
+        on_policy, even = not self._several(len(batches)), self._layout.lockstep
+        shares = share_out(batches, self._ranks.size, self.settings, on_policy=on_policy, equally_many=even)
+        with self._ranks.tell(_TRAIN, [to_bytes(share) for share in shares[1:]]):
+            return self._train(shares[0])
 
     def serve(self) -> None:
-        """On ranks other than 0: train on whatever share comes, until rank 0 ends. Raises what `train` raises."""
+        """On ranks other than 0: do what rank 0 says, until it ends. Raises what `train` raises."""
         while True:
             word, payload = self._ranks.hear()
             if word == _END:
                 self._ranks.leave()
                 return
-            if word == _SAVE:
-                self._save("model" if payload == b"model" else "all")
-            elif word == _TRAIN:
+            if word == _TRAIN:
                 self._train(from_bytes(payload))
+            elif word == _SAVE:
+                self._save("model" if payload == b"model" else "all")
+            elif word == _GATHER:
+                self._layout.whole(json.loads(payload))
+            elif word == _SCORE:
+                self._logprobs_of(*json.loads(payload))
             else:
                 raise RankError(f"rank 0 said {word!r}, which no rank knows; all ranks must run the same version of Polyturn")
 
@@ -161,21 +216,22 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         if counters:
             self.optimizer_step, self.version = state["optimizer_step"], state["version"]
-        several = self._ranks.size > 1
-        self._refuse_different("weights of the checkpoint", sum(map(checksum, own.values())) if several else 0)
+        if self._ranks.size > 1 and not self._layout.lockstep:  # of shards, every rank has others
+            self._refuse_different("weights of the checkpoint", sum(map(checksum, own.values())))
 
     def save(self, copy: Callable[[dict[str, Any], list[RandomState]], Result], contents: Contents = "all") -> Result:
         """On rank 0: call `copy` with `state`, and where each rank's random numbers stand; returns what it returns.
 
         The other ranks help to gather what is sharded, tensor by tensor in the order of the state.
         """
-        self._ranks.tell(_SAVE, [contents.encode()] * (self._ranks.size - 1))
-        randomness = self._ranks.gather(random_state(), "the random states of all ranks")
-        return copy(self.state(contents), randomness)
+        with self._ranks.tell(_SAVE, [contents.encode()] * (self._ranks.size - 1)), self._layout.meeting("a save"):
+            randomness = self._ranks.gather(random_state(), "the random states of all ranks")
+            return copy(self.state(contents), randomness)
 
     def end(self) -> None:
         """On rank 0: let the others go. The trainer trains no more."""
-        self._ranks.tell(_END)
+        with self._ranks.tell(_END):
+            pass
         self._ranks.leave()
 
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
@@ -197,7 +253,14 @@ class Trainer:
     def _save(self, contents: Contents) -> None:
         """What the other ranks do while rank 0 saves."""
         self._ranks.gather(random_state(), "the random states of all ranks")
-        gather_shards(self.state(contents))
+        with self._layout.meeting("a save"):
+            gather_shards(self.state(contents))
+
+    def _logprobs_of(self, prompt: Sequence[int], ids: Sequence[int]) -> list[float]:
+        self.model.eval()
+        with self._layout.meeting("the log-probabilities of a few tokens"):
+            (logprobs_N,) = without_gradient(self._score, [one_sample(prompt, ids, self._device)])
+        return [float(value) for value in logprobs_N]
 
     def _several(self, num_batches: int) -> bool:
         return self.settings.num_iterations * num_batches > 1
@@ -213,7 +276,7 @@ class Trainer:
         # Dropout stays off: the policy that is trained is the one that sampled.
         self.model.eval()
         record = Record()
-        with present(self._reference):
+        with present(self._reference), self._layout.meeting("the log-probabilities of a step's rows"):
             prepared = [self._prepare(share, record, keep_old=self._several(len(shares))) for share in shares]
         for _ in range(self.settings.num_iterations):
             for share in prepared:
@@ -243,7 +306,8 @@ class Trainer:
         if not batch.whole_segments:
             return None
         loss, rows = self.settings.loss, batch.rows
-        now = without_gradient(self._score, rows)
+        with self._layout.meeting("the log-probabilities of whole segments"):
+            now = without_gradient(self._score, rows)
         columns = (
             [now, now if batch.old_logprobs is None else batch.old_logprobs, [row.engine_logprobs_N for row in rows]],
             [[row.trajectory_index_N for row in rows], [row.turn_index_N for row in rows]],
@@ -265,37 +329,52 @@ class Trainer:
 
     def _forward_backward(self, batch: _Prepared, record: Record) -> None:
         segments = self._whole_segments(batch)
-        losses = []
-        for index, row in enumerate(batch.rows):
-            logprobs_N, entropy_N = self._score(row)
-            inputs = LossInputs(
-                trainer_logprobs_N=logprobs_N,
-                old_logprobs_N=None if batch.old_logprobs is None else batch.old_logprobs[index],
-                engine_logprobs_N=row.engine_logprobs_N,
-                reference_logprobs_N=None if batch.reference_logprobs is None else batch.reference_logprobs[index],
-                advantages_N=row.advantages_N,
-                token_weights_N=batch.token_weights[index],
-                trajectory_index_N=row.trajectory_index_N,
-                turn_index_N=row.turn_index_N,
-                segment_log_ratio_N=None if segments is None else segments[0][index],
-                sampler_weight_N=None if segments is None else segments[1][index],
-            )
-            result = policy_loss(inputs, self.settings.loss)
-            result.loss.backward()  # type: ignore[no-untyped-call]
-            record.results.append(result)
-            losses.append(result.loss.detach())
-            record.entropies.append(entropy_N)
+        losses: list[Tensor] = []
+        for index in range(len(batch.rows)):
+            with self._layout.row(last=index == len(batch.rows) - 1):
+                self._one_row(batch, index, segments, record, losses)
         # One look per optimizer step: reading a number waits for the device.
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
         record.losses.append(total.clone())
         self._ranks.sum_in_place([total], f"the loss of optimizer step {self.optimizer_step}")
         self._refuse_non_finite("loss", total)
 
+    def _one_row(
+        self,
+        batch: _Prepared,
+        index: int,
+        segments: tuple[list[Tensor], list[Tensor]] | None,
+        record: Record,
+        losses: list[Tensor],
+    ) -> None:
+        """Add the gradient of one row, and note what it came to."""
+        row = batch.rows[index]
+        logprobs_N, entropy_N = self._score(row)
+        if not len(row.targets_N):
+            logprobs_N.sum().backward()  # type: ignore[no-untyped-call]
+            return  # a row that is there for the others' sake
+        inputs = LossInputs(
+            trainer_logprobs_N=logprobs_N,
+            old_logprobs_N=None if batch.old_logprobs is None else batch.old_logprobs[index],
+            engine_logprobs_N=row.engine_logprobs_N,
+            reference_logprobs_N=None if batch.reference_logprobs is None else batch.reference_logprobs[index],
+            advantages_N=row.advantages_N,
+            token_weights_N=batch.token_weights[index],
+            trajectory_index_N=row.trajectory_index_N,
+            turn_index_N=row.turn_index_N,
+            segment_log_ratio_N=None if segments is None else segments[0][index],
+            sampler_weight_N=None if segments is None else segments[1][index],
+        )
+        result = policy_loss(inputs, self.settings.loss)
+        result.loss.backward()  # type: ignore[no-untyped-call]
+        record.results.append(result)
+        losses.append(result.loss.detach())
+        record.entropies.append(entropy_N)
+
     def _optim_step(self, record: Record) -> None:
         record.learning_rate = learning_rate_at(self.optimizer_step, self.settings)
-        gradients = self.optimizer.gradients()
-        self._ranks.sum_in_place(gradients, f"the gradients of optimizer step {self.optimizer_step}")
-        norm = clip(gradients, self.settings.max_grad_norm)
+        what = f"the gradients of optimizer step {self.optimizer_step}"
+        norm = self._layout.sum_and_clip(self.optimizer.gradients(), self.settings.max_grad_norm, what)
         self._refuse_non_finite("gradient norm", norm)
         if self.optimizer_step == 0:
             self._refuse_different("gradient norm of the first step", float(norm) if self._ranks.size > 1 else 0.0)

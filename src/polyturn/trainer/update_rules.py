@@ -29,6 +29,11 @@ def build_rule(parameters: Sequence[tuple[torch.nn.Parameter, int]], settings: T
     return torch.optim.AdamW(groups, **adam, fused=True)
 
 
+def numbered(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """`parameters` in the order in which their rule's state numbers them: matrices first."""
+    return [p for p in parameters if p.ndim >= 2] + [p for p in parameters if p.ndim < 2]
+
+
 def _adamw_8bit(groups: list[dict[str, Any]], device: torch.device, adam: dict[str, Any]) -> torch.optim.Optimizer:
     """AdamW of bitsandbytes, which brings compiled kernels for CUDA and runs on the CPU too.
 

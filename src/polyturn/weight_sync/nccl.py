@@ -29,7 +29,7 @@ from polyturn.weight_sync.base import WeightSource, check_coverage, check_sums
 from polyturn.weight_sync.labels import DEFAULT_LABEL
 from polyturn.weight_sync.probe import Probe
 from polyturn.weight_sync.servers import Described, WeightServer
-from polyturn.weight_sync.transfer import BUCKET_BYTES, InitInfo, TransferError, TransferGroup, UpdateInfo, listen, send
+from polyturn.weight_sync.transfer import BUCKET_BYTES, InitInfo, TransferError, TransferGroup, UpdateInfo, like, listen, send
 
 RESUME_S = 2.0
 """How long a server may take to resume after a push that failed."""
@@ -158,7 +158,7 @@ class NcclBridge:
                 "log-probabilities of a few tokens are compared after each push",
                 self._unknown,
             )
-            shapes = [{name: tensor.to("meta") for name, tensor in weights.items()}] * len(told)
+            shapes = [{name: like(tensor) for name, tensor in weights.items()}] * len(told)
         for url, theirs in zip(self._urls, shapes, strict=True):
             check_coverage(weights, theirs)
             if any(theirs[name].dtype != like.dtype for name, like in shapes[0].items()):
@@ -335,11 +335,16 @@ class NcclBridge:
             await group.leave()
 
 
+def _address(tensor: torch.Tensor) -> int:
+    """Where its numbers lie, those of this rank's shard where it is one."""
+    return int(getattr(tensor, "to_local", lambda: tensor)().data_ptr())
+
+
 def _shared_aliases(weights: Mapping[str, torch.Tensor], told: Sequence[Described], urls: Sequence[str]) -> dict[str, str]:
     """Tensors that are another one on all sides, and need not be sent. Raises WeightSyncError where only a server ties them."""
     for url, one in zip(urls, told, strict=True):
         for alias, name in one.aliases.items():
-            if weights[alias].data_ptr() != weights[name].data_ptr():
+            if _address(weights[alias]) != _address(weights[name]):
                 raise WeightSyncError(f"{url} holds {alias} and {name} as one tensor, and the trainer as two; they'd differ")
     common = [set(one.aliases.items()) for one in told]
     return dict(set.intersection(*common))

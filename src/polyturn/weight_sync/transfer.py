@@ -139,6 +139,11 @@ def buckets(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> Iterator[
         yield names
 
 
+def like(tensor: torch.Tensor) -> torch.Tensor:
+    """A meta tensor of its type and whole shape."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
 def num_bytes(tensor: torch.Tensor) -> int:
     """Bytes of the whole tensor."""
     return math.prod(tensor.shape) * tensor.element_size()

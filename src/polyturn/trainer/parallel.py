@@ -1,0 +1,181 @@
+"""How several ranks hold one policy, as the trainer sees it: each a whole copy, or each a shard of every weight."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from polyturn.errors import ConfigError
+from polyturn.trainer.optimizer import PolicyOptimizer, build_optimizer, clip, clip_by
+from polyturn.trainer.ranks import ProcessRanks, Ranks
+from polyturn.trainer.settings import TrainerSettings
+from polyturn.trainer.shard_optimizer import ShardOptimizer
+from polyturn.trainer.sharding import gather, shard
+
+_LOST = re.compile(r"gloo|nccl|connection|timed? ?out", re.IGNORECASE)
+"""What an error of torch says when a collective in a forward or backward pass did not come about."""
+
+
+class Layout(Protocol):
+    """What differs between the strategies."""
+
+    lockstep: bool
+    """Whether a forward pass is a collective, so that all ranks must make equally many."""
+
+    def optimizer(self) -> PolicyOptimizer:
+        """The optimizer of what this rank holds."""
+
+    def row(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a row, the `last` of its optimizer step or not. Raises RankError."""
+
+    def meeting(self, what: str) -> AbstractContextManager[None]:
+        """Around whatever computes with the policy. Raises RankError when another rank is missing in it."""
+
+    def sum_and_clip(self, gradients: list[Tensor], longest: float, what: str) -> Tensor:
+        """Make `gradients` those of all ranks' rows, clipped to a norm of `longest`. Returns the norm they had, float32."""
+
+    def whole(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Whole tensors by name; a collective of all ranks where they are shards. Raises RankError."""
+
+
+class Replicated:
+    """Every rank holds the whole policy. Ranks meet once an optimizer step, to sum their gradients."""
+
+    lockstep = False
+
+    def __init__(
+        self, model: torch.nn.Module, settings: TrainerSettings, ranks: Ranks, exact: Mapping[str, Tensor] | None
+    ) -> None:
+        self._model, self._settings, self._ranks, self._exact = model, settings, ranks, exact
+
+    def optimizer(self) -> PolicyOptimizer:
+        """See `Layout.optimizer`."""
+        exact, self._exact = self._exact, None
+        return build_optimizer(self._model, self._settings, exact)
+
+    def row(self, *, last: bool) -> AbstractContextManager[None]:
+        """See `Layout.row`: nobody else is needed."""
+        return nullcontext()
+
+    def meeting(self, what: str) -> AbstractContextManager[None]:
+        """See `Layout.meeting`: nobody is needed."""
+        return nullcontext()
+
+    def sum_and_clip(self, gradients: list[Tensor], longest: float, what: str) -> Tensor:
+        """See `Layout.sum_and_clip`."""
+        self._ranks.sum_in_place(gradients, what)
+        return clip(gradients, longest)
+
+    def whole(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """See `Layout.whole`: they are."""
+        state = self._model.state_dict()
+        return {name: state[name] for name in names}
+
+
+class Sharded:
+    """Every rank holds a shard of each weight, gradient and average, or of those of its copy where there are several copies.
+
+    Weights come together layer by layer in every pass. Gradients do so at the last row of an optimizer step; until then a rank
+    adds up whole ones, unless `settings.sync_every_row`.
+    """
+
+    lockstep = True
+
+    def __init__(
+        self, model: torch.nn.Module, settings: TrainerSettings, ranks: Ranks, exact: Mapping[str, Tensor] | None
+    ) -> None:
+        assert isinstance(ranks, ProcessRanks), "shards need processes"
+        device = torch.device(settings.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # where units are brought to when they are cut
+        self._model, self._settings, self._ranks = model, settings, ranks
+        size = settings.shard_ranks or ranks.size
+        if ranks.size % size:
+            raise ConfigError(
+                f"trainer.shard_ranks={size} does not divide {ranks.size} ranks: every copy of the policy is cut over as many; "
+                f"use {max(part for part in range(1, size) if ranks.size % part == 0)}"
+            )
+        self.mesh = ranks.mesh(device.type, size)
+        self._copies = ranks.size // size
+        shard(model, self.mesh, masters=settings.master_weights == "float32", exact=exact)
+
+    def cut_reference(self, model: torch.nn.Module) -> None:
+        """Cut the KL reference like the policy."""
+        shard(model, self.mesh)
+
+    def optimizer(self) -> PolicyOptimizer:
+        """See `Layout.optimizer`."""
+        return ShardOptimizer(self._model, self._settings, rank=self._ranks.rank)
+
+    @contextmanager
+    def row(self, *, last: bool) -> Iterator[None]:
+        """See `Layout.row`."""
+        cast(FSDPModule, self._model).set_requires_gradient_sync(last or self._settings.sync_every_row)
+        with self.meeting("a forward and backward pass"):
+            yield
+
+    def sum_and_clip(self, gradients: list[Tensor], longest: float, what: str) -> Tensor:
+        """See `Layout.sum_and_clip`: they were summed by the backward pass of the last row."""
+        squares = torch.stack([gradient.float().square().sum() for gradient in gradients]).double().sum()
+        self._ranks.sum_in_place([squares], what)
+        norm = (squares / self._copies).sqrt().float()
+        clip_by(gradients, norm, longest)
+        return norm
+
+    def whole(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """See `Layout.whole`."""
+        with self.meeting(f"the shards of {names[0] if names else 'nothing'}"):
+            return gather(self._model, names)
+
+    @contextmanager
+    def meeting(self, what: str) -> Iterator[None]:
+        """See `Layout.meeting`."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or not _LOST.search(str(error)):
+                raise
+            raise self._ranks.lost(what, error) from error
+
+
+def lay_out(
+    model: torch.nn.Module, settings: TrainerSettings, ranks: Ranks, exact: Mapping[str, Tensor] | None
+) -> Replicated | Sharded:
+    """Give each rank its part of `model`, which is whole on all of them. Raises ConfigError, ModelError."""
+    return (Sharded if settings.parallel == "fsdp2" else Replicated)(model, settings, ranks, exact)
+
+
+class ShardedWeights:
+    """The trainer's weights as a bridge sees them where they are shards: gathered bucket by bucket, by all ranks."""
+
+    def __init__(
+        self, weights: Callable[[], Mapping[str, Tensor]], gather: Callable[[Sequence[str]], Mapping[str, Any]]
+    ) -> None:
+        self.weights = weights
+        """Names and whole shapes; on this rank there are shards behind them."""
+        self.gather = gather
+
+
+class OnDemand(Mapping[str, Tensor]):
+    """Whole tensors by name, each gathered by all ranks when it is asked for, and held by nobody here."""
+
+    def __init__(self, names: Sequence[str], gather: Callable[[Sequence[str]], Mapping[str, Tensor]]) -> None:
+        self._names = dict.fromkeys(names)
+        self._gather = gather
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._gather([name])[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

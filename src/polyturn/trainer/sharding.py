@@ -1,0 +1,93 @@
+"""Cuts a model into shards, one a rank, that come together layer by layer while they compute (PyTorch's FSDP2).
+
+Each decoder layer is a unit, and what is left (embeddings, last norm, head) is one more. A unit's weights are gathered before
+it runs and given back after it. With float32 masters the shards themselves are float32 and are gathered as the model's own
+type: the masters need no copy beside them. Gradients are added up and summed in float32, also those of bfloat16 weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from polyturn.trainer.layers import decoder_layers
+
+Result = TypeVar("Result")
+_FORWARD = "polyturn_forward"
+
+
+def shard(
+    model: torch.nn.Module, mesh: DeviceMesh, *, masters: bool = False, exact: Mapping[str, Tensor] | None = None
+) -> None:
+    """Cut `model` over `mesh`, of one dimension, or of two where several copies are each cut over the second.
+
+    Whole weights may lie on the CPU: each unit is brought to the mesh's device when it is cut. With `masters` the shards of
+    trained parameters are float32, from `exact` where it is known. All ranks call it with equal weights. Raises ModelError.
+    """
+    computes_in = next(model.parameters()).dtype
+    if masters:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.data = (exact or {}).get(name, parameter.data).float()
+    half = computes_in.itemsize == 2
+    policy = MixedPrecisionPolicy(
+        param_dtype=computes_in if masters else None,
+        reduce_dtype=torch.float32 if half else None,
+        cast_forward_inputs=False,
+    )
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            # A loss is a sum over all ranks' tokens, not a mean over ranks.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+    setattr(model, _FORWARD, _run)
+    register_fsdp_forward_method(model, _FORWARD)
+
+
+def as_forward(model: torch.nn.Module, work: Callable[[], Result]) -> Result:
+    """`work()`, which may use any part of `model`: of a sharded one it counts as its forward pass, a collective of all ranks.
+
+    What it returns must hold the tensors that gradients come back to.
+    """
+    if not isinstance(model, FSDPModule):
+        return work()
+    result: Result = getattr(model, _FORWARD)(work)
+    if not torch.is_grad_enabled():
+        model.reshard()  # no backward pass does it, and whole weights must not outlive an optimizer step
+    return result
+
+
+def gather(model: torch.nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
+    """The whole tensors of the model's state with these names; complete when it returns. A collective of all ranks.
+
+    What is one parameter under two names is gathered once, and is one tensor again.
+    """
+    state, one = model.state_dict(), same_parameters(model)
+    whole: dict[str, Tensor] = {}
+    for name in names:
+        owner = one.get(name, name)
+        if owner not in whole:
+            tensor = state[name].detach()
+            whole[owner] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return {name: whole[one.get(name, name)] for name in names}
+
+
+def same_parameters(model: torch.nn.Module) -> dict[str, str]:
+    """The first name of each parameter, by name: tied ones have several."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in model.named_parameters(remove_duplicate=False)}
+
+
+def _run(work: Callable[[], Any]) -> Any:
+    """What FSDP takes for the forward pass. It hangs the way back on the tensors that come out, and distrusts views."""
+    return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() else tensor, work())

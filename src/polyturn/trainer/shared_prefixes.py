@@ -1,0 +1,96 @@
+"""Whether a policy can be trained on rows with common beginnings laid down once, and what that would save it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from polyturn.errors import ModelError
+from polyturn.trainer.attention import VARLEN
+from polyturn.trainer.layers import decoder_layers
+from polyturn.trainer.reference import without_gradient
+from polyturn.trainer.row import to_tensors
+from polyturn.trainer.scorer import Scorer
+from polyturn.trajectories.pack import pack
+from polyturn.trajectories.prefixes import SHORTEST
+from polyturn.trajectories.sharing import Sharing
+from polyturn.types import TrainSample
+
+_MOST_GAP = {torch.float32: 1e-3, torch.float64: 1e-6}
+"""Between log-probabilities with and without; usually far less. Types of 16 bits round too much to be held to less than 0.1."""
+_TREE_FACTOR = 1.5
+"""How much dearer a pair is to flexible attention than to the kernels for separate samples: assumed, not measured."""
+
+_log = logging.getLogger(__name__)
+
+
+def sharing_of(score: Scorer, asked: Literal["auto", "on", "off"]) -> Sharing | None:
+    """When rows of `score.model` share beginnings; None for never. Raises ModelError where `on` can't be had.
+
+    A model that gives other log-probabilities with than without doesn't share: that is tried out.
+    """
+    attention = getattr(score.model.config, "_attn_implementation", "sdpa")
+    if asked == "off" or (asked == "auto" and attention == VARLEN):  # what a tree costs those kernels was never measured
+        return None
+    gap = _gap(score) if score.may_share() else None
+    dtype = next(score.model.parameters()).dtype
+    if gap is None or not gap <= _MOST_GAP.get(dtype, 0.1):
+        why = "its attention has a window, or kernels without a mask"
+        if gap is not None:
+            why = f"log-probabilities differ by {gap:.2g}"
+        if asked == "on":
+            raise ModelError(f"trainer.share_prefixes=on: this model can't ({why}); use auto or off")
+        _log.info("prefixes are not shared: %s", why)
+        return None
+    return _costs(score.model, dense=attention != VARLEN, always=asked == "on")
+
+
+def _costs(model: Any, *, dense: bool, always: bool) -> Sharing:
+    """In operations of a forward pass: twice the weights a token, four times heads x head size a pair and layer."""
+    layers, config = decoder_layers(model), model.config
+    weights = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+    heads = int(config.num_attention_heads)
+    width = heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return Sharing(
+        per_token=2.0 * weights,
+        per_pair=4.0 * width * len(layers),
+        dense=dense,
+        tree_factor=_TREE_FACTOR,
+        always=always,
+    )
+
+
+def _gap(score: Scorer) -> float:
+    """The largest difference that sharing makes to the log-probabilities of three samples with one beginning."""
+    device = next(score.model.parameters()).device
+    vocabulary = score.model.get_input_embeddings().weight.shape[0]
+    common = np.arange(SHORTEST, dtype=np.int64) * 7919 % vocabulary
+    samples = [_sample(np.concatenate([common, (number + np.arange(3, 7 + number)) % vocabulary])) for number in range(3)]
+    found = []
+    for sharing in (None, Sharing(per_token=1.0, per_pair=0.0, always=True)):
+        batch = pack(samples, row_tokens=sum(map(len, samples)), planned_trajectories=3, sharing=sharing)
+        rows = [to_tensors(row, device) for row in batch.rows]
+        logprobs = torch.cat(without_gradient(score, rows))
+        places = torch.cat([row.trajectory_index_N * 1000 + row.turn_index_N for row in rows])
+        found.append(logprobs[places.argsort()])
+    return float((found[0] - found[1]).abs().max())
+
+
+def _sample(ids: np.ndarray[Any, np.dtype[np.int64]]) -> TrainSample:
+    """Trained after the common tokens; each token is a turn of its own, so that it can be found again."""
+    length = len(ids)
+    trained = np.arange(length) >= SHORTEST
+    return TrainSample(
+        trajectory_id=f"probe/{int(ids[-1])}/{length}",
+        group_id="probe",
+        temperature=1.0,
+        input_ids=ids,
+        loss_mask=trained,
+        advantages=np.zeros(length, dtype=np.float32),
+        engine_logprobs=np.zeros(length, dtype=np.float32),
+        turn_index=np.where(trained, np.arange(length), -1).astype(np.int64),
+        policy_version=np.where(trained, 0, -1).astype(np.int64),
+    )

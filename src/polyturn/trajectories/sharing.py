@@ -1,0 +1,55 @@
+"""Whether laying down common beginnings once pays: an estimate of what rows cost with and without it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from polyturn.trajectories.prefixes import Segment, Tree
+
+LEAST_GAIN = 1.1
+"""Below this the estimate is not good enough to tell a gain from a loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """What a token and a pair of tokens cost the model, in operations or any other unit.
+
+    `dense`: attention computes every pair of a row and masks, with or without sharing. Else it computes the pairs that count,
+    and those of a tree `tree_factor` times as dear as those of separate samples, whose kernels are faster. `always` skips the
+    estimate.
+    """
+
+    per_token: float
+    per_pair: float
+    dense: bool = True
+    tree_factor: float = 1.0
+    always: bool = False
+
+    def gain(self, plain: Sequence[Sequence[Tree]], shared: Sequence[Sequence[Tree]]) -> float:
+        """How many times as fast the rows `shared` are as the rows `plain`, by the estimate."""
+        return self._cost(plain, 1.0) / self._cost(shared, self.tree_factor)
+
+    def pays(self, plain: Sequence[Sequence[Tree]], shared: Sequence[Sequence[Tree]]) -> bool:
+        """Whether the rows `shared` are to be taken."""
+        return self.always or self.gain(plain, shared) >= LEAST_GAIN
+
+    def _cost(self, rows: Sequence[Sequence[Tree]], factor: float) -> float:
+        tokens = sum(tree.num_tokens for row in rows for tree in row)
+        if self.dense:
+            pairs = float(sum(sum(tree.num_tokens for tree in row) ** 2 for row in rows))
+        else:
+            pairs = factor * sum(tree.num_pairs for row in rows for tree in row)
+        return tokens * self.per_token + pairs * self.per_pair
+
+
+def gain_of(prompt: int, completion: int, group_size: int, sharing: Sharing) -> float:
+    """The gain of one group whose completions are as long, each alone in a row or all in one.
+
+    >>> round(gain_of(1000, 250, 8, Sharing(per_token=1.0, per_pair=0.0)), 2)
+    3.33
+    """
+    plain = [[Tree(segments=(Segment(n, 0, prompt + completion, -1),), samples=(n,))] for n in range(group_size)]
+    own = tuple(Segment(n, prompt, prompt + completion, 0) for n in range(group_size))
+    shared = Tree(segments=(Segment(0, 0, prompt, -1), *own), samples=tuple(range(group_size)))
+    return sharing.gain(plain, [[shared]])

@@ -1,0 +1,71 @@
+"""Shards and shared beginnings on GPUs: two ranks over NCCL, and block-sparse attention against a plain mask."""
+
+from __future__ import annotations
+
+import copy
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from numerics.test_shared_prefixes import ALWAYS, everything
+from parts.models import gradients, tiny_model
+from parts.runs import child_environment
+from parts.samples import on_policy, trainer_settings
+from polyturn.trainer.attention import VARLEN, use_attention
+from polyturn.trainer.trainer import Trainer
+from polyturn.trajectories.pack import pack
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_shared_beginnings_in_block_sparse_attention(compiled: bool):
+    # Heads of 32: the kernels take no smaller ones.
+    plain = tiny_model(hidden_size=128)
+    samples = on_policy(everything(), plain, gap=0.3)
+    separate, shared = (pack(samples, row_tokens=400, planned_trajectories=12, sharing=how) for how in (None, ALWAYS))
+    assert shared.num_shared_tokens > 60
+
+    def gradient(model: torch.nn.Module, batch) -> torch.Tensor:
+        Trainer(model, trainer_settings(compiled=compiled)).forward_backward(batch)
+        return torch.cat([found.float().flatten() for found in gradients(model).values()])
+
+    exact = gradient(copy.deepcopy(plain).to(GPU), separate)
+    found = []
+    for batch in (separate, shared):
+        half = copy.deepcopy(plain).to(GPU).bfloat16()
+        use_attention(half, "auto")
+        assert half.config._attn_implementation == VARLEN
+        found.append(gradient(half, batch))
+    far = [float((one - exact).norm() / exact.norm()) for one in found]
+    assert far[1] < max(1.5 * far[0], 0.02), "no farther from float32 than separate samples"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("scene", ["equal", "compiled", "resumed"])
+def test_two_ranks_over_nccl(scene: str):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "POLYTURN_TEST_DEVICE": "cuda"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "parts.shard_scenes", scene],
+            env=child_environment(RANK=str(rank), LOCAL_RANK=str(rank), **place),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=400)[0] for rank in ranks]
+    found = json.loads(said[0].strip().splitlines()[-1])
+    if scene == "resumed":
+        assert all(mode["equal"] for mode in found.values()), found
+    else:
+        wrong = {name: gaps for name, gaps in found.items() if max(gaps.values()) > (5e-3 if "bfloat16" in name else 1e-4)}
+        assert not wrong

@@ -1,0 +1,231 @@
+"""Samples with one beginning, laid down once: the same log-probabilities, loss and gradients as each by itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parts.models import VOCAB, gradients, largest_gap, tiny_model
+from parts.samples import loss_options, on_policy, packed, trainer_settings
+from polyturn.errors import ModelError
+from polyturn.trainer.attention import VARLEN, block_mask, varlen_attention
+from polyturn.trainer.row import to_tensors
+from polyturn.trainer.scorer import Scorer
+from polyturn.trainer.shared_prefixes import sharing_of
+from polyturn.trainer.shares import from_bytes, share_out, to_bytes
+from polyturn.trainer.trainer import Trainer
+from polyturn.trajectories.pack import pack
+from polyturn.trajectories.prefixes import SHORTEST, tree_of
+from polyturn.trajectories.sharing import Sharing, gain_of
+from polyturn.types import TrainSample
+
+ALWAYS = Sharing(per_token=1.0, per_pair=0.0, always=True)
+NEVER_PAYS = Sharing(per_token=0.0, per_pair=1.0, dense=False, tree_factor=100.0)
+
+
+def sample(number: int, ids: np.ndarray, trained: np.ndarray, *, group: str = "g", seed: int = 0) -> TrainSample:
+    rng = np.random.default_rng((seed, number))
+    turns = np.cumsum(np.diff(trained.astype(int), prepend=0) == 1) - 1
+    return TrainSample(
+        trajectory_id=f"{group}/{number}",
+        group_id=group,
+        temperature=1.0,
+        input_ids=ids.astype(np.int64),
+        loss_mask=trained,
+        advantages=np.where(trained, rng.normal(), 0).astype(np.float32),
+        engine_logprobs=np.where(trained, rng.uniform(-4, -1, len(ids)), 0).astype(np.float32),
+        turn_index=np.where(trained, turns, -1).astype(np.int64),
+        policy_version=np.where(trained, 0, -1).astype(np.int64),
+    )
+
+
+def family(size: int = 4, prompt: int = 24, *, group: str = "g", seed: int = 0) -> list[TrainSample]:
+    """Siblings of one prompt, whose turns are answered by other tokens."""
+    rng = np.random.default_rng(seed)
+    common = rng.integers(3, VOCAB, prompt)
+    made = []
+    for number in range(size):
+        own = rng.integers(3, VOCAB, int(rng.integers(5, 12)))
+        trained = np.concatenate([np.zeros(prompt, bool), rng.random(len(own)) < 0.6])
+        trained[prompt] = True
+        made.append(sample(number, np.concatenate([common, own]), trained, group=group, seed=seed))
+    return made
+
+
+def history(seed: int = 0) -> list[TrainSample]:
+    """A trajectory in two samples: the second begins with all of the first, which alone trains it."""
+    rng = np.random.default_rng(seed)
+    first = rng.integers(3, VOCAB, 30)
+    trained = np.arange(30) >= 24
+    longer = np.concatenate([first, rng.integers(3, VOCAB, 8)])
+    both = [sample(0, first, trained), sample(0, longer, np.arange(38) >= 33)]
+    return [both[0], replace(both[1], turn_index=np.where(both[1].loss_mask, 1, -1))]
+
+
+def everything() -> list[TrainSample]:
+    # Another group with the same prompt is not a sibling; two of the third group go on together before they part.
+    late = family(3, 20, group="h", seed=3)
+    longer = np.concatenate([late[0].input_ids[:20], np.full(20, 7)])
+    parting = [sample(n, np.concatenate([longer, [5 + n, 9]]), np.arange(42) >= 40, group="h") for n in (5, 6)]
+    return [*family(), *history(5), *late, *parting, *family(2, 4, group="short", seed=9)]
+
+
+def exact_norm(norm: Any, hidden_TH: torch.Tensor) -> torch.Tensor:
+    return norm.weight * hidden_TH * (hidden_TH.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "phi3", "granite", "qwen3_moe"])
+@pytest.mark.parametrize("row_tokens", [60, 400])
+def test_gradients_are_those_of_each_sample_by_itself(architecture, row_tokens):
+    # Experts' grouped products know no float64; the norms of most models are computed in float32 whatever their type is.
+    kind = torch.float32 if architecture == "qwen3_moe" else torch.float64
+    models = [tiny_model(architecture).to(kind) for _ in range(2)]
+    limit = 1e-4 if kind == torch.float32 else 2e-6
+    if architecture == "llama":
+        limit = 1e-11
+        for norm in (module for model in models for module in model.modules() if type(module).__name__ == "LlamaRMSNorm"):
+            norm.forward = partial(exact_norm, norm)
+    samples = everything()
+    samples = on_policy(samples, tiny_model(architecture), gap=0.3)
+    losses = []
+    for model, sharing in zip(models, (None, ALWAYS), strict=True):
+        batch = pack(samples, row_tokens=row_tokens, planned_trajectories=12, sharing=sharing)
+        trainer = Trainer(model, trainer_settings(loss_options("dapo", correction="tis")))
+        losses.append(trainer.forward_backward(batch))
+    assert batch.num_shared_tokens > 60
+    assert largest_gap(gradients(models[1]), gradients(models[0])) < limit
+    assert losses[1].keys() == losses[0].keys()
+    for name, value in losses[0].items():
+        assert losses[1][name] == pytest.approx(value, rel=1e-3, abs=1e-6, nan_ok=True), name
+
+
+@pytest.mark.parametrize("activations", ["full", "selective"])
+def test_with_recomputed_layers_and_eager_attention(activations):
+    samples = on_policy(everything(), tiny_model())
+    models = [tiny_model(attention="eager"), tiny_model(attention="eager")]
+    for model, sharing in zip(models, (None, ALWAYS), strict=True):
+        trainer = Trainer(model, trainer_settings(activations=activations))
+        trainer.forward_backward(pack(samples, row_tokens=400, planned_trajectories=12, sharing=sharing))
+    assert largest_gap(gradients(models[1]), gradients(models[0])) < 1e-4
+
+
+def test_whole_steps_come_out_the_same():
+    samples = on_policy(everything(), tiny_model(), gap=0.3)
+    loss = loss_options(ratio_level="turn", correction="tis", beta=0.1)
+    found = []
+    for sharing in (None, ALWAYS):
+        settings_ = trainer_settings(loss, optimizer="sgd", learning_rate=0.1, num_iterations=2)
+        trainer = Trainer(tiny_model(), settings_, reference=tiny_model(seed=7))
+        batch = pack(samples, row_tokens=80, planned_trajectories=12, sharing=sharing)
+        found.append((trainer.train([batch]), dict(trainer.model.state_dict())))
+    assert largest_gap(found[1][1], found[0][1]) < 1e-4
+    assert found[1][0]["kl"] == pytest.approx(found[0][0]["kl"], rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_block_mask_sees_what_the_plain_mask_sees():
+    (row,) = pack(everything(), row_tokens=1000, planned_trajectories=12, sharing=ALWAYS).rows
+    tensors = to_tensors(row, torch.device("cpu"))
+    assert tensors.tree is not None
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, len(row.input_ids), 8, generator=generator)
+    key, value = (torch.randn(1, 2, len(row.input_ids), 8, generator=generator) for _ in range(2))
+    out, _ = varlen_attention(torch.nn.Module(), query, key, value, None, tree=block_mask(tensors.tree))
+    repeated = [states.repeat_interleave(2, 1) for states in (key, value)]
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, *repeated, attn_mask=tensors.tree.mask())
+    assert torch.allclose(out, wanted.transpose(1, 2), atol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=7),
+    prompt=st.integers(1, 40),
+    row_tokens=st.integers(81, 300),
+)
+def test_every_trained_token_is_there_once_behind_what_was_before_it(lengths, prompt, row_tokens):
+    """Random siblings over two letters, so that they go on together for a while."""
+    rng = np.random.default_rng(len(lengths) * 100 + prompt)
+    samples = []
+    for number, (late, length) in enumerate(lengths):
+        ids = np.concatenate([np.full(prompt, 3), np.full(late * 8, 4), rng.integers(3, 5, length)])
+        trained = np.arange(len(ids)) >= len(ids) - length
+        samples.append(sample(number, ids, trained))
+    batch = pack(samples, row_tokens=row_tokens, planned_trajectories=len(samples), sharing=ALWAYS)
+    found = {}
+    for row in batch.rows:
+        assert len(row.input_ids) <= row_tokens
+        tensors = to_tensors(row, torch.device("cpu"))
+        mask = (
+            tensors.tree.mask()[0, 0].numpy()
+            if tensors.tree is not None
+            else np.tril(np.equal.outer(*[np.repeat(np.arange(len(row.cu_seqlens) - 1), np.diff(row.cu_seqlens))] * 2))
+        )
+        for place, before in zip(np.flatnonzero(row.loss_mask), tensors.predicting_N.tolist(), strict=True):
+            seen = np.flatnonzero(mask[before])
+            order = seen[np.argsort(row.position_ids[seen])]
+            assert row.position_ids[order].tolist() == list(range(row.position_ids[place])), "each position once"
+            key = (int(row.trajectory_index[place]), int(row.position_ids[place]))
+            assert key not in found
+            found[key] = [*row.input_ids[order].tolist(), int(row.input_ids[place])]
+    wanted = {
+        (number, int(place)): one.input_ids[: place + 1].tolist()
+        for number, one in enumerate(samples)
+        for place in np.flatnonzero(one.loss_mask)
+    }
+    assert found == wanted
+
+
+def test_a_common_token_that_two_train_is_not_shared():
+    ids = np.arange(3, 40)
+    both = [sample(number, ids, np.arange(37) >= 30) for number in range(2)]
+    tree = tree_of(both, [0, 1])
+    assert [(one.start, one.end, one.parent) for one in tree.segments] == [(0, 30, -1), (30, 37, 0), (30, 37, 0)]
+    assert tree.num_tokens == 44
+    assert tree.num_pairs == 30 * 31 / 2 + 2 * (7 * 30 + 7 * 8 / 2)
+
+
+def test_short_beginnings_and_other_groups_are_not_shared():
+    assert (
+        packed(family(3, SHORTEST - 1)).num_tokens
+        == pack(family(3, SHORTEST - 1), row_tokens=1024, planned_trajectories=3, sharing=ALWAYS).num_tokens
+    )
+    apart = [*family(1), *family(1, group="other")]
+    batch = pack(apart, row_tokens=1024, planned_trajectories=2, sharing=ALWAYS)
+    assert batch.num_shared_tokens == 0
+    assert not any(len(row.parents) for row in batch.rows)
+
+
+def test_the_estimate_decides():
+    shared = pack(family(), row_tokens=1024, planned_trajectories=4, sharing=Sharing(per_token=1.0, per_pair=0.0))
+    plain = pack(family(), row_tokens=1024, planned_trajectories=4, sharing=NEVER_PAYS)
+    assert shared.num_shared_tokens == 3 * 24
+    assert plain.num_shared_tokens == 0
+    tokens = Sharing(per_token=1.0, per_pair=0.0)
+    assert gain_of(1000, 1000, 8, tokens) == pytest.approx(16 / 9)
+    assert gain_of(1000, 10, 8, tokens) > gain_of(1000, 100, 8, tokens) > gain_of(100, 1000, 8, tokens) > 1
+
+
+def test_rows_arrive_at_other_ranks_with_their_parents():
+    batch = pack(everything(), row_tokens=100, planned_trajectories=12, sharing=ALWAYS)
+    (share,) = share_out([batch], 1, trainer_settings(loss_options()), on_policy=True)
+    (arrived,) = from_bytes(to_bytes(share))
+    assert [row.parents.tolist() for row in arrived.rows] == [row.parents.tolist() for row in batch.rows]
+    assert any(len(row.parents) for row in arrived.rows)
+
+
+def test_what_a_model_can_do():
+    assert sharing_of(Scorer(tiny_model()), "auto") is not None
+    assert sharing_of(Scorer(tiny_model()), "off") is None
+    assert sharing_of(Scorer(tiny_model("mistral")), "auto") is None
+    with pytest.raises(ModelError, match="share_prefixes=on"):
+        sharing_of(Scorer(tiny_model("mistral")), "on")
+    score = Scorer(tiny_model())
+    score.model.config._attn_implementation = VARLEN
+    assert sharing_of(score, "auto") is None, "not measured there"

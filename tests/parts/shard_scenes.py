@@ -1,0 +1,217 @@
+"""One rank that trains shards of a policy: `python -m parts.shard_scenes SCENE`, with torchrun's variables set.
+
+Every scene compares with the same steps made by one rank with whole weights, and prints what it found as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from numerics.test_trainer_invariance import LOSSES
+from parts.models import largest_gap, tiny_model
+from parts.samples import loss_options, on_policy, packed, random_samples, trainer_settings
+from polyturn.errors import RankError
+from polyturn.models.adapters import add_adapters
+from polyturn.trainer.masters import MasterOptimizer
+from polyturn.trainer.ranks import ProcessRanks
+from polyturn.trainer.settings import TrainerSettings
+from polyturn.trainer.trainer import Trainer
+from polyturn.types import TrainBatch
+
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if os.environ.get("POLYTURN_TEST_DEVICE") else torch.device("cpu")
+SGD: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 0.1}
+"""AdamW would make much of a rounding difference in a gradient near zero."""
+
+
+def batches(count: int = 1, *, rows: int | None = None) -> list[TrainBatch]:
+    samples = on_policy(random_samples(), tiny_model(), gap=0.3)
+    size = max(map(len, samples)) if rows is None else rows
+    return [packed(samples[index::count], row_tokens=size) for index in range(count)]
+
+
+def model_of(case: Mapping[str, Any]) -> torch.nn.Module:
+    model = tiny_model(case.get("architecture", "llama"), **case.get("model", {}))
+    model = model.to(case.get("dtype", torch.float32))
+    if case.get("lora"):
+        add_adapters(model, rank=4, alpha=8, targets=None, base="tiny", seed=3)
+    return model
+
+
+def reference_of(settings: TrainerSettings, model: torch.nn.Module, case: Mapping[str, Any]) -> torch.nn.Module | None:
+    if not settings.loss.beta:
+        return None
+    other = tiny_model(seed=7).to(case.get("dtype", torch.float32))
+    return model if case.get("lora") else other.to(next(model.parameters()).device)
+
+
+def trained(
+    case: Mapping[str, Any], ranks: ProcessRanks | None, **given: Any
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], Trainer]:
+    """Metrics of every step and the whole weights in the end (on rank 0), and the trainer."""
+    given["device"] = str(DEVICE)
+    settings = trainer_settings(case.get("loss", loss_options()), **{**SGD, **case.get("settings", {}), **given})
+    model = model_of(case) if settings.parallel == "fsdp2" else model_of(case).to(DEVICE)
+    trainer = Trainer(model, settings, reference=reference_of(settings, model, case), ranks=ranks, exact=case.get("exact"))
+    numbers: list[dict[str, float]] = []
+    weights: dict[str, torch.Tensor] = {}
+    if ranks is None or ranks.rank == 0:
+        numbers = [trainer.train(step) for step in case.get("steps", [batches()])]
+        names = list(trainer.weights())
+        weights = {name: tensor.clone() for name, tensor in trainer.gather(names).items()}
+        if isinstance(trainer.optimizer, MasterOptimizer):  # of shards, the pushed weights are the masters
+            trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+            weights = dict(zip(trainable, trainer.optimizer.state_dict()["masters"], strict=True))
+        if ranks is not None:
+            with ranks.tell("end"):
+                pass
+    else:
+        _serve(trainer)
+    return numbers, weights, trainer
+
+
+def _serve(trainer: Trainer) -> None:
+    """Until the end is said; the group stays for the next case."""
+    leave, trainer._ranks.leave = trainer._ranks.leave, lambda: None  # type: ignore[method-assign]
+    try:
+        trainer.serve()
+    finally:
+        trainer._ranks.leave = leave  # type: ignore[method-assign]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    **{f"loss {name}": {"loss": loss, "steps": [batches(), batches(2)]} for name, loss in LOSSES.items()},
+    "adamw, three steps": {"settings": {"optimizer": "adamw", "learning_rate": 1e-3}, "steps": [batches()] * 3},
+    "kl, two passes": {
+        "loss": loss_options(beta=0.1, ratio_level="turn"),
+        "settings": {"num_iterations": 2},
+        "steps": [batches(2)],
+    },
+    "one row": {"steps": [batches(rows=1000)]},
+    "tied": {"model": {"tie_word_embeddings": True}},
+    "experts": {"architecture": "qwen3_moe"},
+    "a head of its own kind": {"architecture": "gemma2"},
+    "full recomputation": {"settings": {"activations": "full"}},
+    "selective recomputation": {"settings": {"activations": "selective"}},
+    "clipped hard": {"settings": {"max_grad_norm": 1e-3}},
+    "summed after every row": {"settings": {"sync_every_row": True}, "steps": [batches(), batches(2)]},
+    "adapters, kl": {"lora": True, "loss": loss_options(beta=0.1), "steps": [batches()] * 2},
+    "bfloat16, masters": {
+        "dtype": torch.bfloat16,
+        "settings": {"master_weights": "float32"},
+        "exact": dict(tiny_model().named_parameters()),
+    },
+    "bfloat16, adapters with masters": {"dtype": torch.bfloat16, "lora": True, "settings": {"master_weights": "float32"}},
+}
+
+
+def equal(ranks: ProcessRanks, only: Sequence[str] = ()) -> dict[str, Any]:
+    """Gaps of weights and metrics to one rank with whole weights, by case."""
+    found = {}
+    for name, case in CASES.items():
+        if only and name not in only:
+            continue
+        many, weights, _ = trained(case, ranks, parallel="fsdp2")
+        if ranks.rank == 0:
+            one, wanted, _ = trained(case, None)
+            found[name] = gaps(one, many, wanted, weights)
+    return found
+
+
+def copies(ranks: ProcessRanks) -> dict[str, Any]:
+    """Several copies of the weights, each cut over two ranks."""
+    found = {}
+    for name in ("loss grpo", "adamw, three steps", "clipped hard", "one row"):
+        many, weights, _ = trained(CASES[name], ranks, parallel="fsdp2", shard_ranks=2)
+        if ranks.rank == 0:
+            one, wanted, _ = trained(CASES[name], None)
+            found[name] = gaps(one, many, wanted, weights)
+    return found
+
+
+def compiled(ranks: ProcessRanks) -> dict[str, Any]:
+    """Layers that are compiled, of shards."""
+    many, weights, _ = trained({}, ranks, parallel="fsdp2", compiled=True)
+    if ranks.rank:
+        return {}
+    one, wanted, _ = trained({}, None)
+    return {"compiled": gaps(one, many, wanted, weights)}
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "adamw": {"settings": {"optimizer": "adamw"}},
+    "masters": {"dtype": torch.bfloat16, "settings": {"optimizer": "adamw", "master_weights": "float32"}},
+    "stochastic": {"dtype": torch.bfloat16, "settings": {"optimizer": "adamw", "master_weights": "stochastic"}},
+}
+
+
+def resumed(ranks: ProcessRanks) -> dict[str, Any]:
+    """Two steps, or one, a saved state, another trainer and one more: equal to the bit. And what the state looks like."""
+    found: dict[str, Any] = {}
+    for name, mode in MODES.items():
+        whole = trained({**mode, "steps": [batches()] * 2}, ranks, parallel="fsdp2")[2]
+        half = trained({**mode, "steps": [batches()]}, ranks, parallel="fsdp2")[2]
+        state, weights = half.optimizer.state_dict(), half.model.state_dict()
+        later = trained({**mode, "steps": []}, ranks, parallel="fsdp2")[2]
+        later.optimizer_step = half.optimizer_step
+        later.model.load_state_dict(copied(weights))
+        later.optimizer.load_state_dict(copied(state))
+        if ranks.rank == 0:
+            later.train([*batches()])
+            with ranks.tell("end"):
+                pass
+        else:
+            _serve(later)
+        shards = [dict(one.model.named_parameters()) for one in (whole, later)]
+        first = next(iter(shards[0]))
+        kept = state["parameters"][first]
+        found[name] = {
+            "equal": all(torch.equal(shards[0][key].to_local(), shards[1][key].to_local()) for key in shards[0]),
+            "kept": sorted(kept),
+            "whole shapes": all(v.shape == shards[0][first].shape for v in kept.values() if v.ndim),
+            "held": later.optimizer.held().device.total,
+        }
+    return found
+
+
+def copied(tree: Any) -> Any:
+    if isinstance(tree, Mapping):
+        return {key: copied(value) for key, value in tree.items()}
+    return tree.detach().clone() if isinstance(tree, torch.Tensor) else tree
+
+
+def lose_a_rank(ranks: ProcessRanks) -> dict[str, Any]:
+    """Rank 1 is killed in a backward pass."""
+    settings = trainer_settings(parallel="fsdp2")
+    trainer = Trainer(tiny_model(), settings, ranks=ranks)
+    if ranks.rank == 1:
+        trainer.model.model.layers[0].register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        trainer.train(batches()) if ranks.rank == 0 else trainer.serve()
+    except RankError as lost:
+        return {"lost": str(lost)}
+    return {"lost": ""}
+
+
+def gaps(
+    one: list[dict[str, float]], many: list[dict[str, float]], wanted: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    assert [metrics.keys() for metrics in one] == [metrics.keys() for metrics in many]
+    metrics = max(abs(a[key] - b[key]) / max(1e-2, abs(a[key])) for a, b in zip(one, many, strict=True) for key in a)
+    found, exact = ({name: tensor.float().cpu() for name, tensor in one.items()} for one in (weights, wanted))
+    return {"weights": largest_gap(found, exact), "metrics": metrics}
+
+
+SCENES = {scene.__name__: scene for scene in (equal, copies, compiled, resumed, lose_a_rank)}
+
+if __name__ == "__main__":
+    joined = ProcessRanks.join(deadline_s=60, start_deadline_s=120)
+    print(json.dumps(SCENES[sys.argv[1]](joined, *([sys.argv[2:]] if sys.argv[2:] else []))), flush=True)
+    joined.leave()
+    os._exit(0)

@@ -1,0 +1,44 @@
+"""What ranks hold follows from their number, and what shards can't do is refused in a sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from polyturn.config.resolve import resolve
+from polyturn.config.schema import EnvironmentSection, ModelSection, Recipe, RunSection, with_values
+from polyturn.errors import ConfigError
+
+RECIPE = Recipe(run=RunSection(steps=5), model=ModelSection(path="builtin:tiny"), environment=EnvironmentSection(id="lookup"))
+SERVED = with_values(RECIPE, "engine", kind="hf_server")
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [({}, "single"), ({"num_ranks": 4}, "ddp"), ({"num_ranks": 4, "parallel": "fsdp2"}, "fsdp2")],
+)
+def test_it_follows_from_the_number_of_ranks(given, found):
+    resolved = resolve(with_values(SERVED, "trainer", **given), num_train_tasks=None)
+    assert resolved.recipe.trainer.parallel == found
+    assert resolve(resolved.recipe, num_train_tasks=None).recipe == resolved.recipe
+
+
+SHARDS = {"num_ranks": 4, "parallel": "fsdp2"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (with_values(RECIPE, "trainer", **SHARDS), "engine.kind=hf: such an engine has a whole copy"),
+        (with_values(SERVED, "trainer", num_ranks=2, parallel="single"), "parallel=single with trainer.num_ranks=2"),
+        (with_values(SERVED, "trainer", parallel="fsdp2"), "there is nobody to share with"),
+        (with_values(SERVED, "trainer", **SHARDS, optimizer="adamw_8bit"), "adamw_8bit: its averages"),
+        (with_values(SERVED, "trainer", **SHARDS, offload_optimizer=True), "use one of the two"),
+        (with_values(SERVED, "trainer", **SHARDS, reference_device="cpu"), "the reference is cut too"),
+        (with_values(SERVED, "trainer", **SHARDS, shard_ranks=3), "does not divide trainer.num_ranks=4.*use 2 or 4"),
+        (with_values(SERVED, "trainer", num_ranks=4, shard_ranks=2), "shard_ranks=2 with trainer.parallel=ddp"),
+        (with_values(SERVED, "trainer", num_ranks=4, sync_every_row=True), "sync_every_row=true with trainer.parallel=ddp"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(recipe, words):
+    with pytest.raises(ConfigError, match=words):
+        resolve(recipe, num_train_tasks=None)

@@ -1,0 +1,84 @@
+"""Ranks that hold shards train as one rank with whole weights does, resume exactly, and name a rank that is gone."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from parts.runs import child_environment
+from parts.shard_scenes import CASES
+
+pytestmark = pytest.mark.real
+
+
+def play(scene: str, size: int, *, waited_for: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
+    """What ranks that are waited for found; the others are killed in the end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "parts.shard_scenes", scene],
+            env=child_environment(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        said = [ranks[rank].communicate(timeout=240) for rank in waited_for]
+        assert all(out.strip() for out, _ in said), said
+        return [json.loads(out.strip().splitlines()[-1]) for out, _ in said]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            for stream in filter(None, (rank.stdout, rank.stderr)):
+                stream.close()
+
+
+def close(name: str) -> float:
+    """Rows of bfloat16 are added up in another order."""
+    return 5e-3 if "bfloat16" in name else 5e-6
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_shards_train_as_whole_weights_do(size):
+    (found,) = play("equal", size)
+    assert found.keys() == CASES.keys()
+    wrong = {name: gaps for name, gaps in found.items() if max(gaps.values()) > close(name)}
+    assert not wrong
+
+
+def test_copies_that_are_cut_over_two_ranks_each():
+    (found,) = play("copies", 4)
+    assert len(found) == 4
+    assert all(max(gaps.values()) < 5e-6 for gaps in found.values()), found
+
+
+def test_compiled_layers():
+    (found,) = play("compiled", 2)
+    assert max(found["compiled"].values()) < 5e-6
+
+
+def test_a_saved_state_goes_on_exactly():
+    zero, one = play("resumed", 2, waited_for=(0, 1))
+    for found in (zero, one):
+        assert all(mode["equal"] and mode["whole shapes"] for mode in found.values()), found
+        assert found["masters"]["kept"] == ["exp_avg", "exp_avg_sq", "master", "step"]
+    # Weights as masters, and two averages: 12 bytes a parameter on both ranks together, and the count of steps of each tensor.
+    parameters = 2 * (48 * 32) + 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32)
+    assert zero["masters"]["held"] + one["masters"]["held"] == 12 * parameters + 2 * 4 * (3 + 2 * 9)
+
+
+def test_a_rank_that_is_killed_in_a_backward_pass_is_named():
+    (found,) = play("lose_a_rank", 2)
+    assert "waited for a forward and backward pass (rank 0 of 2)" in found["lost"]
+    assert re.search(r"; rank 1 \(.+, process \d+\) can't be heard any more, or took longer", found["lost"]), found
