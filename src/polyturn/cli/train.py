@@ -83,8 +83,8 @@ def _train_rank(recipe: Recipe, resume: str | None) -> int:
 
     if resume is not None:
         raise ConfigError(
-            "--resume in ranks that another program has started (RANK and WORLD_SIZE are set): only rank 0 would know the run's "
-            "folder; let Polyturn start them, with trainer.num_ranks"
+            "--resume in ranks that another program has started (RANK and WORLD_SIZE are set): only rank 0 would know the "
+            "run's folder; let Polyturn start them, with trainer.num_ranks"
         )
     rank, recipe = as_rank(recipe, os.environ)
     checked = check(recipe)
