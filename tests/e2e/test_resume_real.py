@@ -7,13 +7,17 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from parts.kill_cases import END_S, Cases
 from parts.kills import PHASES
+from parts.runs import child_environment
 from parts.stub_runs import eventually
 from polyturn.storage.manifest import Place, verify
 from polyturn.storage.stores import LocalStore
@@ -97,3 +101,23 @@ def test_killed_again_and_again_it_ends_as_it_would_have(place):
     assert place.kill_until_done("cut", words, KILLS, random.Random(SEED)) > 0
     assert "not taken: its shard" not in place.said("cut"), "a torn checkpoint was visible"
     place.assert_same("cut", "whole")
+
+
+def test_shards_are_saved_whole_and_gone_on_from(place):
+    """Of fsdp2's ranks: what one of them wrote is the policy that all of them exported, and they go on from it."""
+    shards = ("trainer.num_ranks=2", "trainer.parallel=fsdp2", "engine.kind=hf_server", "engine.deterministic=false")
+    words = (*shards, "checkpoint.every.disk=1000")
+    run = place.start("cut", *words, "run.steps=100000")
+    eventually(lambda: place.steps("cut") >= 3 or run.poll() is not None, "the third step")
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(END_S) == 0, place.said("cut")
+    (step,) = place.stored("cut")
+    out = place.folder / "exported"
+    argv = [sys.executable, "-m", "polyturn", "export", str(place.of("cut")), "--out", str(out)]
+    subprocess.run(argv, check=True, env=child_environment(), timeout=END_S)
+    saved, exported = (load_file(folder / "model.safetensors") for folder in (out, place.of("cut") / "export"))
+    assert saved.keys() == exported.keys()
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in saved.items())
+    assert place.run("cut", *words, f"run.steps={step + 3}", "--resume") == 0, place.said("cut")
+    assert f"goes on after step {step}" in place.said("cut")
+    assert place.steps("cut") == step + 3

@@ -19,7 +19,7 @@ PHASES = {
     "batches": ("polyturn.loop.sync", "build_batches"),
     "trajectories": ("polyturn.loop.sync", "save_trajectories"),
     "backward": ("polyturn.trainer.trainer", "policy_loss"),
-    "optimizer": ("polyturn.trainer.trainer", "clip"),
+    "optimizer": ("polyturn.trainer.parallel", "clip"),
     "push": ("polyturn.weight_sync.in_process", "check_coverage"),
     "metrics": ("polyturn.loop.sync", "rollout_metrics"),
     "note": ("polyturn.loop.saving", "random_state"),
