@@ -5,6 +5,7 @@
     │   ├── ConfigError                        a recipe or an override
     │   ├── DataError                          a data file (names file and line)
     │   ├── EnvironmentSetupError              an environment's id, arguments or author code that breaks its contract
+    │   ├── CheckpointError                    a checkpoint that does not fit the recipe, the model or the optimizer
     │   ├── ModelError                         a model folder, a tokenizer, a chat template
     │   ├── IsolationError                     model-written code can't be kept apart here, and `unsafe` was not said
     │   └── MissingDependencyError             an optional package; the message has the install line
@@ -54,6 +55,10 @@ class DataError(UserError):
 
 class EnvironmentSetupError(UserError):
     """An unknown environment, wrong arguments, or author code that breaks the environment contract."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that does not fit what it is to be loaded into."""
 
 
 class ModelError(UserError):

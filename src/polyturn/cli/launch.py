@@ -1,15 +1,18 @@
-"""`polyturn launch local RECIPE.yaml [section.key=value ...] [--dry-run]`."""
+"""`polyturn launch local RECIPE.yaml [section.key=value ...] [--resume [PATH]] [--dry-run]`."""
 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyturn.cli.recipe_args import add_recipe, read_recipe
+from polyturn.cli.resume_args import add_resume, resume_given
 
 if TYPE_CHECKING:
     from polyturn.config.schema import Recipe
+    from polyturn.loop.resume import Load
 
 
 def register(verbs: Any) -> None:
@@ -20,6 +23,7 @@ def register(verbs: Any) -> None:
     places = parser.add_subparsers(dest="place", metavar="PLACE", required=True)
     local = places.add_parser("local", help="on this machine", description="Start every process of a run on this machine.")
     add_recipe(local)
+    add_resume(local)
     local.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
     local.add_argument("--force", action="store_true", help="start even what does not fit by the plan")
     local.set_defaults(run=run)
@@ -27,19 +31,22 @@ def register(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check, then start everything."""
+    resume = resume_given(args)
     recipe = read_recipe(args)
-    return dry_run(recipe, force=args.force) if args.dry_run else launch(recipe, force=args.force)
+    if args.dry_run:
+        return dry_run(recipe, force=args.force)
+    return launch(recipe, force=args.force, resume=resume, load=args.load)
 
 
-def launch(recipe: Recipe, *, force: bool = False) -> int:
+def launch(recipe: Recipe, *, force: bool = False, resume: str | None = None, load: Load = "all") -> int:
     """Start all processes of the recipe's run and return its exit code when none is left."""
     from polyturn.processes.keeper import keep
 
     code = keep()  # before anything that may start threads, as the check does
-    return _supervise(recipe, force=force) if code is None else code
+    return _supervise(recipe, force, resume, load) if code is None else code
 
 
-def _supervise(recipe: Recipe, *, force: bool) -> int:
+def _supervise(recipe: Recipe, force: bool, resume: str | None, load: Load) -> int:
     """Check, make the run folder, start everything. Runs in the keeper's child."""
     from polyturn.cli.train import arithmetic
     from polyturn.config.resolve import write_resolved
@@ -47,8 +54,8 @@ def _supervise(recipe: Recipe, *, force: bool) -> int:
     from polyturn.launch.local import patience_of, run_roles
     from polyturn.launch.roles import described, role_specs
     from polyturn.loop.check import check
+    from polyturn.loop.resume import open_run
     from polyturn.metrics.logs import set_up_logging
-    from polyturn.metrics.run_folder import RunFolder
     from polyturn.processes.gpus import visible_gpus
 
     set_up_logging(recipe.run.log_level)
@@ -57,7 +64,9 @@ def _supervise(recipe: Recipe, *, force: bool) -> int:
     place(checked.recipe, gpus)  # refuses before there is a folder
     for line in arithmetic(checked, force=force):
         print(line)
-    folder = RunFolder.create(checked.recipe.run.output_dir, checked.recipe.run.name)
+    folder = open_run(checked.recipe, resume, load, partial(print, flush=True))
+    for left in (*folder.heartbeats.iterdir(), *folder.roles.iterdir()):
+        left.unlink()  # of the processes that were here before a resume
     write_resolved(checked.resolved, folder.recipe)
     specs = role_specs(checked.recipe, gpus, folder.recipe)
     for spec in specs:

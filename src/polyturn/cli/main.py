@@ -15,10 +15,24 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from polyturn import __version__
-from polyturn.cli import checkpoint, data, env, evaluate, launch, memory_tier, plan, replay, role, rollout, train, warmstart
+from polyturn.cli import (
+    checkpoint,
+    data,
+    env,
+    evaluate,
+    export,
+    launch,
+    memory_tier,
+    plan,
+    replay,
+    role,
+    rollout,
+    train,
+    warmstart,
+)
 from polyturn.errors import MissingDependencyError, PolyturnError
 
-VERBS = (train, plan, launch, evaluate, rollout, replay, warmstart, checkpoint, memory_tier, env, data, role)
+VERBS = (train, plan, launch, evaluate, export, rollout, replay, warmstart, checkpoint, memory_tier, env, data, role)
 _OPTIONAL = {"torch": "train", "transformers": "train", "safetensors": "train"}
 
 

@@ -1,4 +1,4 @@
-"""`polyturn train RECIPE.yaml [section.key=value ...] [--dry-run]`."""
+"""`polyturn train RECIPE.yaml [section.key=value ...] [--resume [PATH]] [--dry-run]`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyturn.cli.recipe_args import add_recipe, read_recipe
+from polyturn.cli.resume_args import add_resume, resume_given
 
 if TYPE_CHECKING:
     from polyturn.loop.check import Checked
+    from polyturn.loop.resume import Load
 
 
 def register(verbs: Any) -> None:
     """Add the verb."""
     parser = verbs.add_parser("train", help="train a policy", description="Train a policy by the recipe, on this machine.")
     add_recipe(parser)
+    add_resume(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, write the resolved recipe, train nothing")
     parser.add_argument("--force", action="store_true", help="train even what does not fit by the plan")
     parser.set_defaults(run=run)
@@ -27,13 +30,16 @@ def run(args: argparse.Namespace) -> int:
     from polyturn.launch.roles import needs_processes
     from polyturn.loop.check import check
 
+    resume = resume_given(args)
     recipe = read_recipe(args)
     if needs_processes(recipe):
-        return dry_run(recipe, force=args.force) if args.dry_run else launch(recipe, force=args.force)
+        if args.dry_run:
+            return dry_run(recipe, force=args.force)
+        return launch(recipe, force=args.force, resume=resume, load=args.load)
     checked = check(recipe)
     for line in arithmetic(checked, force=args.force):
         print(line)
-    return write_dry_run(checked) if args.dry_run else _train(checked)
+    return write_dry_run(checked) if args.dry_run else _train(checked, resume, args.load)
 
 
 def arithmetic(checked: Checked, *, force: bool = False) -> list[str]:
@@ -63,14 +69,13 @@ def write_dry_run(checked: Checked) -> int:
     return 0
 
 
-def _train(checked: Checked) -> int:
+def _train(checked: Checked, resume: str | None, load: Load) -> int:
     from polyturn.config.resolve import write_resolved
-    from polyturn.loop.drive import train_here
+    from polyturn.loop.drive import say, train_here
     from polyturn.loop.place import alone
-    from polyturn.metrics.run_folder import RunFolder
+    from polyturn.loop.resume import open_run
 
-    recipe = checked.recipe
-    folder = RunFolder.create(recipe.run.output_dir, recipe.run.name)
+    folder = open_run(checked.recipe, resume, load, say)
     write_resolved(checked.resolved, folder.recipe)
     print(f"run folder: {folder.root}", flush=True)
     with alone(folder.root) as place:

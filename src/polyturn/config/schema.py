@@ -380,6 +380,53 @@ class WeightSyncSection(Section):
     """Mean difference of engine and trainer log-probabilities of fresh samples that ends the run; null for no limit."""
 
 
+class CheckpointEvery(Section):
+    """Every how many steps a checkpoint goes to each tier; null: never."""
+
+    memory: int | None = Field(default=None, gt=0)
+    """Shared memory of this machine: survives a crash of the process, and costs as much memory as it keeps."""
+    disk: int | None = Field(default=25, gt=0)
+    """The run folder."""
+    s3: int | None = Field(default=None, gt=0)
+    """`checkpoint.url`; as `disk` when a URL is given and this is not."""
+
+
+class CheckpointKeep(Section):
+    """How many of the newest checkpoints stay in each tier."""
+
+    memory: int = Field(default=1, gt=0)
+    """In memory."""
+    disk: int = Field(default=3, gt=0)
+    """In the run folder."""
+    s3: int = Field(default=3, gt=0)
+    """At `checkpoint.url`."""
+    milestones: int = Field(default=0, ge=0)
+    """Checkpoints of every N-th step stay for good, on disk and at the URL; 0: none."""
+
+
+class CheckpointSection(Section):
+    """When the state of a run is saved, and where. See docs/checkpoints.md."""
+
+    every: CheckpointEvery = Field(default_factory=CheckpointEvery)
+    """Every how many steps, by tier. A run that ends or is stopped is saved on every tier that is not null."""
+    keep: CheckpointKeep = Field(default_factory=CheckpointKeep)
+    """How many are kept, by tier."""
+    url: str | None = None
+    """An object store or any other place of fsspec's, such as `s3://bucket/prefix`."""
+    endpoint_url: str | None = None
+    """Of an S3 server that is not AWS's."""
+    sse: Literal["AES256", "aws:kms"] | None = None
+    """How S3 encrypts what is written there."""
+    kms_key_id: str | None = None
+    """Key of `aws:kms`; the account's own when null."""
+    contents: Literal["all", "model"] = "all"
+    """`model`: the weights alone, a third of the size or less; a run can't go on from that, a new one can start from it."""
+    export_every: int | None = Field(default=None, gt=0)
+    """Every N steps the model is written to `exports/step_N` of the run folder, as transformers loads it."""
+    deadline_s: float = Field(default=600.0, gt=0)
+    """At the end of a run, or when it is stopped: time for its last checkpoint to get everywhere."""
+
+
 class EvaluationSection(Section):
     """Held-out episodes."""
 
@@ -424,6 +471,7 @@ class Recipe(Section):
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
     trainer: TrainerSection = Field(default_factory=TrainerSection)
     weight_sync: WeightSyncSection = Field(default_factory=WeightSyncSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     logging: LoggingSection = Field(default_factory=LoggingSection)
     launch: LaunchSection = Field(default_factory=LaunchSection)

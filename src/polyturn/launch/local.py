@@ -61,5 +61,5 @@ def patience_of(recipe: Recipe) -> Patience:
     return Patience(
         silence_s=launch.silence_s,
         stop_grace_s=launch.stop_grace_s,
-        save_s=recipe.trainer.step_deadline_s + launch.stop_grace_s,
+        save_s=recipe.trainer.step_deadline_s + recipe.checkpoint.deadline_s + launch.stop_grace_s,
     )

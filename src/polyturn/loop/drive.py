@@ -11,6 +11,8 @@ from polyturn.environments.resources import Resources
 from polyturn.loop.build import build_trainer, policy_to_train, quiet_libraries
 from polyturn.loop.check import Checked, check
 from polyturn.loop.place import Place
+from polyturn.loop.restore import restore_randomness, restore_trainer, with_weights
+from polyturn.loop.resume import resume_of
 from polyturn.loop.sync import Outcome, train_recipe
 from polyturn.metrics.logs import set_up_logging
 from polyturn.metrics.run_folder import RunFolder
@@ -39,8 +41,13 @@ def train_rank(place: Place, recipe: Recipe) -> int:
     if place.role.number == 0:
         return train_here(_at_peers(checked, place), RunFolder(place.role.folder), place)
     quiet_libraries()
-    policy = asyncio.run(policy_to_train(checked.recipe, checked.environment, say))
-    build_trainer(checked.recipe, policy.model, place.join_ranks(checked.recipe), exact=policy.exact).serve()
+    resume = resume_of(RunFolder(place.role.folder))
+    policy = with_weights(asyncio.run(policy_to_train(checked.recipe, checked.environment, say)), resume)
+    ranks = place.join_ranks(checked.recipe)
+    trainer = build_trainer(checked.recipe, policy.model, ranks, exact=policy.exact)
+    restore_trainer(trainer, resume)
+    restore_randomness(resume, place.role.number)
+    trainer.serve()
     return 0
 
 
@@ -58,9 +65,11 @@ def _at_peers(checked: Checked, place: Place) -> Checked:
 
 def _report(outcome: Outcome, steps: int) -> None:
     for mode, after in outcome.after.items():
-        before = outcome.before[mode]
-        print(f"held-out success, {mode}: before {before.success}, after {after.success}")
+        before = outcome.before.get(mode)
+        known = "" if before is None else f"before {before.success}, "
+        print(f"held-out success, {mode}: {known}after {after.success}")
     if outcome.stopped_by is not None:
         print(f"stopped by {outcome.stopped_by} after {outcome.steps_done} of {steps} steps; there was no last evaluation")
+        print("go on with the same command and --resume")
     print(f"run: {outcome.folder}")
     print(f"exported model: {outcome.export}")

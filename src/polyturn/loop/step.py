@@ -139,6 +139,14 @@ class DropGuard:
         self._steps: deque[tuple[int, int]] = deque(maxlen=window_steps)
         self._window = window_steps
 
+    def state(self) -> list[tuple[int, int]]:
+        """What it remembers: trajectories lost and planned, a pair for each of the last steps."""
+        return list(self._steps)
+
+    def go_on_from(self, steps: Sequence[Sequence[int]]) -> None:
+        """Remember what another one did."""
+        self._steps.extend((lost, planned) for lost, planned in steps)
+
     def check(self, report: BatchReport) -> None:
         """Count a step.
 

@@ -1,6 +1,6 @@
 """The synchronous loop: the reference, and the page to read first.
 
-    take tasks ─> roll out groups ─> credit every turn ─> assemble, filter, pack ─> train ─> push the weights ─> report
+    take tasks ─> roll out groups ─> credit every turn ─> assemble, filter, pack ─> train ─> push the weights ─> report, save
 
 One step ends before the next begins, so every sample is from the newest weights the engine has. Everything that computes
 runs in a thread, so that the event loop always answers and every wait has its deadline.
@@ -19,12 +19,16 @@ from polyturn.advantages.base import GroupAdvantages
 from polyturn.config.schema import filled
 from polyturn.data.stream import Stream
 from polyturn.engine.base import Engine
-from polyturn.errors import TrainingError
+from polyturn.errors import ResourceError, TrainingError
 from polyturn.loop.build import Policy, build_engine_and_bridge, build_trainer, policy_to_train
+from polyturn.loop.card import write_card
 from polyturn.loop.check import Checked, chat_template
 from polyturn.loop.evaluate import Evaluation, evaluate
 from polyturn.loop.openings import refuse_hidden_tools, refuse_long_openings
 from polyturn.loop.place import Place, unseen
+from polyturn.loop.restore import loop_state, restore_randomness, restore_trainer, with_weights
+from polyturn.loop.resume import LOCK_WAIT_S, resume_of
+from polyturn.loop.saving import Saving
 from polyturn.loop.step import BatchReport, DropGuard, build_batches, make_groups, player_for
 from polyturn.loop.stopping import Stopping, StopRequested
 from polyturn.loop.tasks import authors_code, open_stream
@@ -32,6 +36,7 @@ from polyturn.metrics.run_folder import RunFolder
 from polyturn.metrics.sinks import MetricsLog
 from polyturn.metrics.spans import Spans
 from polyturn.models.load import export_model
+from polyturn.processes.lock import FileLock
 from polyturn.processes.threads import in_thread_within
 from polyturn.processes.watchdog import LOOP_GRACE_S, LoopWatchdog
 from polyturn.rollouts.record import to_json, write_trajectories
@@ -57,6 +62,7 @@ class Run:
     say: Callable[[str], None]
     stopping: Stopping
     place: Place
+    saving: Saving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +83,9 @@ async def train_recipe(
     checked: Checked, folder: RunFolder, log: MetricsLog, say: Callable[[str], None], place: Place
 ) -> Outcome:
     """Start the environment, put the run together, train. Raises what `build_run` and `train` raise."""
-    async with Stopping(say) as stopping, checked.opened():
-        return await train(await build_run(checked, folder, log, say, stopping, place))
+    with FileLock(folder.lock, f"the run folder {folder.root}", wait_s=LOCK_WAIT_S) as lock:
+        async with Stopping(say) as stopping, checked.opened():
+            return await train(await build_run(checked, folder, log, say, stopping, place, lock=lock.descriptor))
 
 
 async def build_run(
@@ -88,21 +95,45 @@ async def build_run(
     say: Callable[[str], None],
     stopping: Stopping | None = None,
     place: Place | None = None,
+    *,
+    lock: int | None = None,
 ) -> Run:
-    """Load the policy and build trainer, engine and bridge around it; within `checked.opened()`.
+    """Load the policy and build trainer, engine and bridge around it, as they were where the run goes on from a checkpoint.
 
-    Without `stopping` no signal is heeded, without `place` nobody sees what the run waits for.
+    Within `checked.opened()`. Without `stopping` no signal is heeded, without `place` nobody sees what the run waits for.
     Raises UserError for what can't be loaded.
     """
     place = place or unseen(folder.root)
-    recipe = checked.recipe
-    policy = await policy_to_train(recipe, checked.environment, say)
+    recipe, resume = checked.recipe, resume_of(folder)
+    start = loop_state(resume)
+    policy = with_weights(await policy_to_train(recipe, checked.environment, say), resume)
     refuse_long_openings(recipe, checked.train_tasks, policy.renderer)
-    stream = open_stream(recipe, checked.train_tasks)
+    stream = open_stream(recipe, checked.train_tasks, cursor=start.cursor)
     refuse_hidden_tools(checked.environment, checked.train_tasks, policy.renderer)
     trainer = build_trainer(recipe, policy.model, place.join_ranks(recipe), exact=policy.exact)
     policy = replace(policy, exact=None)  # the trainer has taken them over
+    restore_trainer(trainer, resume)
     engine, bridge = build_engine_and_bridge(recipe, policy, trainer, place)
+    guard = DropGuard(recipe.rollout.max_dropped_share, recipe.rollout.dropped_window_steps)
+    guard.go_on_from(start.guard)
+    if start.estimator is not None:
+        checked.estimator.load_state_dict(start.estimator)  # type: ignore[attr-defined]
+    restore_randomness(resume, 0)
+    saving = Saving(
+        recipe,
+        folder,
+        trainer=trainer,
+        stream=stream,
+        guard=guard,
+        estimator=checked.estimator,
+        engine=engine,
+        place=place,
+        start=start,
+        resume=resume,
+        export=partial(write_model, checked, folder, policy, trainer),
+        say=say,
+        lock=lock,
+    )
     return Run(
         checked=checked,
         folder=folder,
@@ -112,66 +143,81 @@ async def build_run(
         bridge=bridge,
         stream=stream,
         log=log,
-        guard=DropGuard(recipe.rollout.max_dropped_share, recipe.rollout.dropped_window_steps),
+        guard=guard,
         spans=Spans(),
         say=say,
         stopping=stopping or Stopping(say),
         place=place,
+        saving=saving,
     )
 
 
 async def train(run: Run) -> Outcome:
     """Train from the first step to the last, evaluate before and after, export the policy.
 
-    A stop that was asked for ends it after the step that is being trained, and exports that policy.
+    A stop that was asked for ends it after the step that is being trained, saves that state everywhere, and exports the policy.
 
     Raises:
-        ResourceError: the engine, a push, a rank or a deadline was lost.
+        ResourceError: the engine, a push, a rank or a deadline was lost, or a run that was stopped could not be saved.
         TrainingError: a number was not finite, too much was dropped, or engine and trainer disagree.
     """
     recipe = run.checked.recipe
-    before: dict[str, Evaluation] = {}
     after: dict[str, Evaluation] = {}
     stopped_by: str | None = None
+    unsaved: list[str] = []
     await run.engine.start()
     try:
         with LoopWatchdog(recipe.rollout.tool_deadline_s + LOOP_GRACE_S):
-            await push(run)
-            before = await run.stopping.unless(evaluate_now(run, step=0))
-            await train_steps(run)
-            await push(run)
-            after = await run.stopping.unless(evaluate_now(run, step=filled(recipe.run.steps)))
-    except StopRequested:
-        stopped_by = run.stopping.requested
+            try:
+                run.saving.begin()
+                await push(run)
+                if run.saving.step == 0:
+                    run.saving.evaluated(await run.stopping.unless(evaluate_now(run, step=0)))
+                await train_steps(run)
+                await push(run)
+                after = await run.stopping.unless(evaluate_now(run, step=filled(recipe.run.steps)))
+            except StopRequested:
+                stopped_by = run.stopping.requested
+            unsaved = await run.saving.last()
     finally:
         try:
-            await run.bridge.close()
+            await run.saving.close()
         finally:
-            await run.engine.stop()
-    export = partial(export_model, chat_template=chat_template(recipe))
+            try:
+                await run.bridge.close()
+            finally:
+                await run.engine.stop()
     limit_s, what = recipe.trainer.step_deadline_s, f"the export of the model to {run.folder.export}"
     with run.place.waiting(what, limit_s):
-        await in_thread_within(limit_s, what, export, run.trainer.model, run.policy.folder, run.folder.export)
+        export = partial(write_model, run.checked, run.folder, run.policy, run.trainer)
+        await in_thread_within(limit_s, what, export, run.folder.export)
     await in_thread_within(recipe.trainer.collective_deadline_s, "the other ranks to hear that it is over", run.trainer.end)
+    if unsaved and stopped_by is not None:
+        raise ResourceError(f"stopped by {stopped_by}, and not saved: {'; '.join(unsaved)}")
     return Outcome(
-        before=before,
+        before=run.saving.before,
         after=after,
         folder=run.folder.root,
         export=run.folder.export,
-        steps_done=run.trainer.version,
+        steps_done=run.saving.step,
         stopped_by=stopped_by,
     )
 
 
 async def train_steps(run: Run) -> None:
-    """Every step, with the evaluations between them. Raises StopRequested, and what `train_step` raises."""
+    """Every step that is left, with the evaluations between them. Raises StopRequested, and what `train_step` raises."""
     steps, every = filled(run.checked.recipe.run.steps), run.checked.recipe.evaluation.every_steps
-    for step in range(1, steps + 1):
-        await train_step(run, step)
+    done = run.saving.step
+    while True:
+        # Also where a run goes on: its checkpoint is of the moment before this evaluation.
+        if done and every is not None and done % every == 0 and done < steps:
+            await run.stopping.unless(evaluate_now(run, step=done))
+        if done >= steps:
+            return await run.saving.settle()
+        done += 1
+        await train_step(run, done)
         if run.stopping.requested:
             raise StopRequested
-        if every is not None and step % every == 0 and step < steps:
-            await run.stopping.unless(evaluate_now(run, step=step))
 
 
 async def train_step(run: Run, step: int) -> None:
@@ -187,6 +233,8 @@ async def train_step(run: Run, step: int) -> None:
     batches, report = build_batches(recipe, groups, credit)
     save_trajectories(run, step, groups, credit)
     run.guard.check(report)
+    with spans.span("checkpoint"):
+        await run.saving.settle()  # from here on weights change
     with spans.span("train"):
         metrics = await train_batches(run, batches)
     refuse_mismatch(run, metrics)
@@ -198,7 +246,8 @@ async def train_step(run: Run, step: int) -> None:
     metrics["tokens_per_s"] = metrics["num_tokens"] / metrics["time/step_s"]
     metrics["policy_version"] = run.engine.policy_version
     metrics["optimizer_step"] = run.trainer.optimizer_step
-    run.log.write(step, metrics)
+    run.log.write(step, metrics | run.saving.metrics())
+    run.saving.after_step(step)
 
 
 async def train_batches(run: Run, batches: Sequence[TrainBatch]) -> dict[str, float]:
@@ -236,6 +285,12 @@ async def evaluate_now(run: Run, *, step: int) -> dict[str, Evaluation]:
             )
         run.log.write(step, results[mode].metrics())
     return results
+
+
+def write_model(checked: Checked, folder: RunFolder, policy: Policy, trainer: Trainer, target: Path) -> None:
+    """Write the policy of the moment to `target` as an ordinary folder, with a card that says where it is from."""
+    export_model(trainer.model, policy.folder, target, chat_template=chat_template(checked.recipe))
+    write_card(target, checked.recipe, folder.metrics, step=trainer.version)
 
 
 def save_trajectories(run: Run, step: int, groups: Sequence[TrajectoryGroup], credit: Sequence[GroupAdvantages]) -> None:

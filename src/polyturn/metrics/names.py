@@ -53,6 +53,7 @@ FAMILIES: Mapping[str, str] = {
     "time/": "Seconds of the step during which a part was under way, such as time/rollout_s.",
     "outcome/": "Mean of one outcome component over the trajectories that have it.",
     "environment/": "Mean over trajectories of what the environment counted, such as environment/malformed.",
+    "checkpoint/": "Of checkpoints since the last step: seconds until one was in its tier, and failures.",
     "fault/": "Trajectories with one kind of fault.",
     "eval/": "The metric after the slash, over held-out episodes; eval/success is the headline.",
     "eval_greedy/": "As eval/, sampled greedily.",

@@ -7,9 +7,12 @@
       heartbeats/          one file a role: what it waits for right now
       roles/               one file a role that serves: its address; how a rank of the trainer ended
       logs/                one file a role, and `all.log`: every line of every role
+      checkpoints/         whole states, from which a run goes on; see docs/checkpoints.md
+      exports/             step_12: the model of that step, where the recipe asks for it
       export/              the trained model, in the format it was loaded from
 
-A folder belongs to one run: a second run of the same name gets `lookup-2`, and nothing is ever written over.
+A folder belongs to one run: a second run of the same name gets `lookup-2`, and nothing is ever written over. The folder's name
+is the run's id, by which its checkpoints are found.
 """
 
 from __future__ import annotations
@@ -44,14 +47,18 @@ class RunFolder:
                 except FileExistsError:
                     continue
                 folder = cls(root)
-                for inner in (folder.trajectories, folder.heartbeats, folder.roles, folder.logs, folder.export):
-                    inner.mkdir()
+                folder.complete()
                 return folder
         except OSError as error:
             raise ConfigError(
                 f"run.output_dir={output_dir}: can't be written to ({error.strerror}); give another folder"
             ) from error
         raise AssertionError("itertools.count has no end")
+
+    def complete(self) -> None:
+        """Make the folders in it that are not there. Raises OSError."""
+        for inner in (self.trajectories, self.heartbeats, self.roles, self.logs, self.export):
+            inner.mkdir(exist_ok=True)
 
     @property
     def recipe(self) -> Path:
@@ -87,6 +94,26 @@ class RunFolder:
     def export(self) -> Path:
         """Folder of the trained model."""
         return self.root / "export"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints of the disk tier. Made when it is first written to."""
+        return self.root / "checkpoints"
+
+    @property
+    def exports(self) -> Path:
+        """Folder of the models of single steps. Made when it is first written to."""
+        return self.root / "exports"
+
+    @property
+    def resume(self) -> Path:
+        """What the run goes on from, for all of its processes; there only when it goes on from something."""
+        return self.root / "resume.json"
+
+    @property
+    def lock(self) -> Path:
+        """Locked by whoever drives the run, and by whoever still writes a checkpoint of it."""
+        return self.root / ".lock"
 
     def trajectories_of(self, step: int) -> Path:
         """File of one step's trajectories; sorting the names sorts the steps."""

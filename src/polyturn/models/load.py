@@ -22,6 +22,9 @@ _TOKENIZER_FILES = (
     "chat_template.json",
 )
 
+_SHARD = "5GB"
+"""Most that one file of weights holds."""
+
 
 def load_model(
     folder: Path, *, dtype: str, attention: str, device: torch.device, quantize: Literal["8bit", "4bit"] | None = None
@@ -120,7 +123,7 @@ def export_model(model: Any, source: Path, target: Path, *, chat_template: Path 
     if has_adapters(model):
         save_adapters(model, target)
     else:
-        model.save_pretrained(target, safe_serialization=True)
+        model.save_pretrained(target, safe_serialization=True, max_shard_size=_SHARD)
     for name in _TOKENIZER_FILES:
         if (source / name).is_file() and source != target:
             shutil.copyfile(source / name, target / name)

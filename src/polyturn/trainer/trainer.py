@@ -6,9 +6,10 @@ does not depend on how the tokens are cut into rows, nor on how the rows are dea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from polyturn.losses.sampler import sampler_weights
 from polyturn.models.adapters import pushed_weights
 from polyturn.trainer.layers import prepare_layers
 from polyturn.trainer.optimizer import build_optimizer, clip, learning_rate_at
+from polyturn.trainer.random_state import RandomState, random_state
 from polyturn.trainer.ranks import Alone, Ranks
 from polyturn.trainer.record import Record
 from polyturn.trainer.reference import present, reference_of, without_gradient
@@ -28,10 +30,14 @@ from polyturn.trainer.row import RowsOnDemand, RowTensors, one_sample, to_device
 from polyturn.trainer.scorer import Scorer, refuse_mixed_samples
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.shares import Share, from_bytes, share_out, to_bytes
+from polyturn.trainer.whole import gather_shards
 from polyturn.types import TrainBatch
 from polyturn.weight_sync.base import checksum
 
-_TRAIN, _END = "train", "end"
+Result = TypeVar("Result")
+Contents: TypeAlias = Literal["all", "model"]
+
+_TRAIN, _SAVE, _END = "train", "save", "end"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +117,61 @@ class Trainer:
             if word == _END:
                 self._ranks.leave()
                 return
-            if word != _TRAIN:
+            if word == _SAVE:
+                self._save("model" if payload == b"model" else "all")
+            elif word == _TRAIN:
+                self._train(from_bytes(payload))
+            else:
                 raise RankError(f"rank 0 said {word!r}, which no rank knows; all ranks must run the same version of Polyturn")
-            self._train(from_bytes(payload))
+
+    def state(self, contents: Contents = "all") -> dict[str, Any]:
+        """What a later trainer goes on from, with the live tensors: the trained weights, the optimizer, both counters.
+
+        `contents` "model" leaves the optimizer and its steps out, but for float32 copies of the weights.
+        """
+        state: dict[str, Any] = {
+            "model": pushed_weights(self.model),
+            "optimizer": self.optimizer.state_dict(),
+            "trained": [name for name, parameter in self.model.named_parameters() if parameter.requires_grad],
+            "optimizer_step": self.optimizer_step,
+            "version": self.version,
+        }
+        if contents == "model":
+            optimizer, _ = state.pop("optimizer"), state.pop("optimizer_step")
+            if "masters" in optimizer:
+                state["optimizer"] = {"masters": optimizer["masters"]}
+        return state
+
+    def state_to_fill(self) -> dict[str, Any]:
+        """`state` with a place for everything that an optimizer keeps, which it makes only when it first steps."""
+        self.optimizer.gradients()  # zeros
+        self.optimizer.step(0.0)
+        self.optimizer.zero_grad()
+        return self.state()
+
+    @torch.no_grad()
+    def go_on_from(self, state: Mapping[str, Any], *, counters: bool = True) -> None:
+        """Take over a `state`, whose tensors may be this trainer's own, filled in place. Called on every rank.
+
+        Without `counters` the versions and the schedule start anew. Raises TrainingError when ranks have read different ones.
+        """
+        own = pushed_weights(self.model)
+        for name, tensor in state["model"].items():
+            own[name].copy_(tensor)
+        self.optimizer.load_state_dict(state["optimizer"])
+        if counters:
+            self.optimizer_step, self.version = state["optimizer_step"], state["version"]
+        several = self._ranks.size > 1
+        self._refuse_different("weights of the checkpoint", sum(map(checksum, own.values())) if several else 0)
+
+    def save(self, copy: Callable[[dict[str, Any], list[RandomState]], Result], contents: Contents = "all") -> Result:
+        """On rank 0: call `copy` with `state`, and where each rank's random numbers stand; returns what it returns.
+
+        The other ranks help to gather what is sharded, tensor by tensor in the order of the state.
+        """
+        self._ranks.tell(_SAVE, [contents.encode()] * (self._ranks.size - 1))
+        randomness = self._ranks.gather(random_state(), "the random states of all ranks")
+        return copy(self.state(contents), randomness)
 
     def end(self) -> None:
         """On rank 0: let the others go. The trainer trains no more."""
@@ -135,6 +193,11 @@ class Trainer:
         self._optim_step(Record())
 
     # ── inside ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _save(self, contents: Contents) -> None:
+        """What the other ranks do while rank 0 saves."""
+        self._ranks.gather(random_state(), "the random states of all ranks")
+        gather_shards(self.state(contents))
 
     def _several(self, num_batches: int) -> bool:
         return self.settings.num_iterations * num_batches > 1

@@ -44,7 +44,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(bench, verb, monkeypatch):
 def test_who_runs_in_one_process(bench, monkeypatch, verb, words, kept):
     asked = []
     monkeypatch.setattr("polyturn.processes.keeper.keep", lambda: asked.append("keeper") or 7)
-    monkeypatch.setattr(train, "_train", lambda checked: asked.append("in process") or 0)
+    monkeypatch.setattr(train, "_train", lambda checked, resume, load: asked.append("in process") or 0)
     ended = bench.raw(*verb.split(), str(bench.recipe), f"run.output_dir={bench.runs}", *words)
     assert asked == (["keeper"] if kept else ["in process"])
     assert ended.code == (7 if kept else 0), "the keeper's code is the command's"
@@ -63,14 +63,14 @@ def test_what_is_started_is_what_was_checked(bench, monkeypatch):
     started = []
     monkeypatch.setattr("polyturn.processes.keeper.keep", lambda: None)
     monkeypatch.setattr("polyturn.launch.local.run_roles", lambda *given: started.append(given) or 0)
-    words = (*MANY, "launch.stop_grace_s=3", "trainer.step_deadline_s=100", "trainer.device=cpu")
+    words = (*MANY, "launch.stop_grace_s=3", "trainer.step_deadline_s=100", "checkpoint.deadline_s=10", "trainer.device=cpu")
     ended = bench.raw("launch", "local", str(bench.recipe), f"run.output_dir={bench.runs}", *words)
     assert (ended.code, ended.err) == (0, "")
     ((specs, folder, patience),) = started
     assert folder == RunFolder(bench.runs / "short")
     assert {spec.argv[-1] for spec in specs} == {str(folder.recipe)}
     assert "num_servers: 2" in folder.recipe.read_text()
-    assert (patience.stop_grace_s, patience.save_s, patience.silence_s) == (3.0, 103.0, 60.0)
+    assert (patience.stop_grace_s, patience.save_s, patience.silence_s) == (3.0, 113.0, 60.0)
     assert ended.out.splitlines()[-1] == f"run folder: {folder.root}"
 
 

@@ -38,11 +38,14 @@ print(json.dumps([shown, sorted(sys.modules)]))
 """
 
 HELPS = {
-    "--help": ["train", "plan", "launch", "eval", "rollout", "replay", "warmstart", "env", "data", "role"],
-    "train --help": ["RECIPE.yaml", "section.key=value", "--dry-run"],
+    "--help": ["train", "plan", "launch", "eval", "export", "rollout", "replay", "warmstart", "env", "data", "role"],
+    "train --help": ["RECIPE.yaml", "section.key=value", "--dry-run", "--resume", "--load"],
+    "export --help": ["RUN", "--step", "--out"],
+    "checkpoint --help": ["list", "verify", "prune", "copy"],
+    "memory-tier --help": ["serve"],
     "plan --help": ["RECIPE.yaml", "section.key=value", "--instance", "--gpu", "--gpus", "--tasks", "--hardware", "--json"],
     "launch --help": ["local"],
-    "launch local --help": ["RECIPE.yaml", "section.key=value", "--dry-run"],
+    "launch local --help": ["RECIPE.yaml", "section.key=value", "--dry-run", "--resume", "--load"],
     "role --help": ["NAME", "--config"],
     "eval --help": ["RECIPE.yaml", "--model", "--episodes", "--samples", "--json"],
     "rollout --help": ["RECIPE.yaml", "section.key=value", "--out", "--tasks", "--model"],

@@ -1,0 +1,161 @@
+"""The files of a checkpoint: tensors in PyTorch Distributed Checkpoint format, the rest of the state as `state.json`.
+
+    step_00000042/
+      .metadata  __0_0.distcp    what torch.distributed.checkpoint reads, at any world size
+      state.json                 everything that is no tensor
+      MANIFEST.json              sizes and checksums, written last; see `polyturn.storage`
+
+Nothing is unpickled but `.metadata`, and of that only torch's own descriptions of tensors.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from polyturn.checkpoint.tree import Tensors, join, paths_in
+from polyturn.errors import CheckpointError, ResourceError
+
+STATE = "state.json"
+_FORMAT = 1
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": None,
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint._extension": None,
+    "torch": {"Size", "device"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}
+"""Names that the description of a checkpoint may refer to, by module; None: all of the module's own."""
+
+
+_UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, KeyError, AssertionError, pickle.UnpicklingError)
+
+
+def write_files(folder: Path, tensors: Mapping[str, torch.Tensor], rest: Any) -> None:
+    """Write both parts of a state into `folder`, which exists and is empty. Raises what went wrong, OSError for the disk."""
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=False)
+    with _quiet():
+        save(dict(tensors), storage_writer=writer, no_dist=True)
+    whole = {"format": _FORMAT, "state": rest}
+    with (folder / STATE).open("w", encoding="utf-8") as file:
+        json.dump(whole, file, allow_nan=False)
+        file.flush()
+
+
+def read_rest(folder: Path) -> Any:
+    """The part of a state that is no tensor. Raises ResourceError when it can't be read, CheckpointError for another format."""
+    try:
+        whole = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        found, rest = whole["format"], whole["state"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ResourceError(
+            f"{folder / STATE} can't be read ({type(error).__name__}: {error}); choose another checkpoint"
+        ) from error
+    if found != _FORMAT:
+        raise CheckpointError(
+            f"{folder} has format {found}, and this version of Polyturn reads {_FORMAT}; use the version that wrote it"
+        )
+    return rest
+
+
+def read_state(folder: Path, rest: Any, into: Mapping[str, torch.Tensor] | None = None) -> Any:
+    """The state whose rest is `rest`, or the part of one: with the tensors that belong into it, read from `folder`.
+
+    Where `into` has a tensor of a path, that one is filled, whatever its device, sharded ones included, each rank its shard;
+    the others come in CPU memory.
+
+    Raises:
+        CheckpointError: a tensor that has another shape or type in `into`, or that the checkpoint doesn't hold.
+        ResourceError: the files can't be read.
+    """
+    paths, reader = paths_in(rest), _Reader(folder)
+    known = reader.described()
+    targets: Tensors = {}
+    for path in sorted(paths):
+        if path not in known:
+            raise CheckpointError(f"{folder} does not hold the tensor {path}; it is no whole checkpoint, so choose another")
+        given, (shape, dtype) = None if into is None else into.get(path), known[path]
+        if given is not None and (tuple(given.shape), given.dtype) != (shape, dtype):
+            raise CheckpointError(
+                f"{path} is {tuple(given.shape)} of {given.dtype} here and {shape} of {dtype} in {folder}: the state is of "
+                "another model or optimizer; resume with the recipe that it was saved with, or load less of it with --load"
+            )
+        targets[path] = torch.empty(shape, dtype=dtype) if given is None else given.detach()
+    try:
+        if targets:
+            with _quiet():
+                load(targets, storage_reader=reader, no_dist=True)
+    except _UNREADABLE as error:
+        raise ResourceError(f"{folder} can't be read ({type(error).__name__}: {error}); choose another checkpoint") from error
+    return join(rest, targets)
+
+
+class _Reader(FileSystemReader):
+    """Torch's, with a description that can name nothing but descriptions."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """See `FileSystemReader.read_metadata`. Raises ResourceError."""
+        try:
+            with (self._folder / ".metadata").open("rb") as file:
+                metadata = _Unpickler(file).load()
+            if not isinstance(metadata, Metadata):
+                raise pickle.UnpicklingError(f"a {type(metadata).__name__}")
+        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ValueError, IndexError, KeyError) as error:
+            raise ResourceError(
+                f"{self._folder / '.metadata'} can't be read ({type(error).__name__}: {error}); choose another checkpoint"
+            ) from error
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def described(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of every tensor, by path."""
+        entries = self.read_metadata().state_dict_metadata
+        return {
+            path: (tuple(entry.size), entry.properties.dtype)
+            for path, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module in _ALLOWED and "." not in name:
+            names, found = _ALLOWED[module], getattr(importlib.import_module(module), name)
+            if name in names if names is not None else getattr(found, "__module__", None) == module:
+                return found
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in the description of a checkpoint")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warning that nobody else takes part, which is how it is meant; errors are those of this rank."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized.*")
+        try:
+            yield
+        except CheckpointException as error:  # it would pass every `except Exception`
+            raise next((wrapped[0] for wrapped in error.failures.values()), RuntimeError(str(error))) from None

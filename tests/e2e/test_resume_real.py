@@ -1,0 +1,161 @@
+"""Runs that are killed, for real: processes, signals, a writer of its own, one rank and two."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from parts.kills import PHASES, comparable, files_of, metrics_of
+from parts.runs import RECIPE, child_environment
+from parts.stub_runs import eventually
+from polyturn.storage.manifest import Place, verify
+from polyturn.storage.retention import stored_steps
+from polyturn.storage.stores import LocalStore
+
+pytestmark = pytest.mark.real
+
+RUN = ["run.steps=5", "engine.deterministic=true", "checkpoint.every.disk=1", "evaluation.episodes=0"]
+END_S = 240.0
+KILLS = 10
+SEED = (
+    os.environ.get("POLYTURN_KILLS_SEED")
+    or subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+    ).stdout.strip()
+)
+"""Another commit, other moments; the one that failed is found again by its commit."""
+
+
+class Cases:
+    """A folder with a recipe, and commands in processes of their own."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        self.recipe = folder / "recipe.yaml"
+        self.recipe.write_text(RECIPE % {"model": model})
+
+    def start(self, name: str, *words: str, through: tuple[str, ...] = ("-m", "polyturn")) -> subprocess.Popen[str]:
+        argv = [
+            sys.executable,
+            *through,
+            "train",
+            str(self.recipe),
+            f"run.output_dir={self.folder / 'runs'}",
+            f"run.name={name}",
+        ]
+        with (self.folder / f"{name}.txt").open("a") as log:
+            return subprocess.Popen(
+                [*argv, *RUN, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True, env=child_environment()
+            )
+
+    def run(self, name: str, *words: str, through: tuple[str, ...] = ("-m", "polyturn")) -> int:
+        return self.start(name, *words, through=through).wait(END_S)
+
+    def of(self, name: str) -> Path:
+        return self.folder / "runs" / name
+
+    def said(self, name: str) -> str:
+        return (self.folder / f"{name}.txt").read_text()
+
+    def steps(self, name: str) -> int:
+        path = self.of(name) / "metrics.jsonl"
+        return path.read_text().count("num_tokens") if path.exists() else 0
+
+    def stored(self, name: str) -> list[int]:
+        store = LocalStore(self.of(name) / "checkpoints")
+        return [found.step for found in stored_steps(store, name) if found.has_manifest]
+
+    def assert_same(self, name: str, other: str) -> None:
+        assert comparable(metrics_of(self.of(name))) == comparable(metrics_of(self.of(other))), self.said(name)
+        assert files_of(self.of(name)) == files_of(self.of(other)), self.said(name)
+
+
+@pytest.fixture
+def place(tmp_path, colours_model):
+    return Cases(tmp_path, colours_model)
+
+
+def test_kill_9_at_every_phase_of_a_step_changes_nothing(place):
+    assert place.run("whole") == 0
+    for number, phase in enumerate(PHASES):
+        at = 2 + number % 3
+        assert place.run(phase, through=("-m", "parts.kills", phase, str(at), "--")) == -signal.SIGKILL, place.said(phase)
+        assert place.run(phase, "--resume") == 0, place.said(phase)
+        assert "goes on after step" in place.said(phase)
+        place.assert_same(phase, "whole")
+
+
+def test_two_ranks_go_on_after_the_driver_was_killed(place):
+    words = ("trainer.num_ranks=2", "run.steps=300")
+    assert place.run("whole", *words) == 0, place.said("whole")
+    run = place.start("cut", *words)
+    eventually(lambda: place.stored("cut") or run.poll() is not None, "the first checkpoint")
+    beat = json.loads((place.of("cut") / "heartbeats" / "trainer-0.json").read_text())
+    os.kill(beat["pid"], signal.SIGKILL)
+    assert run.wait(END_S) == 3, place.said("cut")
+    assert place.steps("cut") < 300
+    assert place.run("cut", *words, "--resume") == 0, place.said("cut")
+    assert "run cut goes on after step" in place.said("cut")
+    place.assert_same("cut", "whole")
+
+
+@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGTERM), (1, signal.SIGINT), (2, signal.SIGTERM)])
+def test_a_stop_saves_and_exits_with_0(place, ranks, number):
+    words = (f"trainer.num_ranks={ranks}", "run.steps=60", "checkpoint.every.disk=1000")
+    assert place.run("whole", *words) == 0, place.said("whole")
+    run = place.start("cut", *words)
+    eventually(lambda: place.steps("cut") >= 3 or run.poll() is not None, "the third step")
+    run.send_signal(number)
+    assert run.wait(END_S) == 0, place.said("cut")
+    (step,) = place.stored("cut")
+    assert 3 <= step == place.steps("cut") < 60
+    assert place.run("cut", *words, "--resume") == 0
+    place.assert_same("cut", "whole")
+
+
+def test_a_second_sigint_ends_at_once_and_harms_no_checkpoint(place):
+    words = ("run.steps=100000",)
+    run = place.start("cut", *words)
+    eventually(lambda: place.stored("cut") or run.poll() is not None, "the first checkpoint")
+    run.send_signal(signal.SIGINT)
+    time.sleep(0.02)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(END_S) in (0, 130), "0 where everything was saved before the second came"
+    newest = max(place.stored("cut"))
+    whole = Place(LocalStore(place.of("cut") / "checkpoints"), f"cut/step_{newest:08d}")
+    assert verify(whole) is None
+    assert place.run("cut", f"run.steps={newest + 2}", "--resume") == 0, place.said("cut")
+    assert place.steps("cut") == newest + 2
+
+
+def test_killed_again_and_again_it_ends_as_it_would_have(place):
+    """A run of 150 steps, killed at random moments until it comes through."""
+    words = ("run.steps=150", "checkpoint.every.memory=1", "checkpoint.every.disk=3")
+    assert place.run("whole", *words) == 0
+    moments = random.Random(SEED)
+    kills = 0
+    while True:
+        run = place.start("cut", *words, "--resume")
+        _makes_a_step(place, run)
+        if kills < KILLS:
+            time.sleep(moments.uniform(0.0, 1.5))
+            run.kill()
+        if run.wait(END_S) == 0:
+            break
+        assert run.returncode == -signal.SIGKILL, place.said("cut")
+        kills += 1
+    assert "not taken: its shard" not in place.said("cut"), "a torn checkpoint was visible"
+    place.assert_same("cut", "whole")
+
+
+def _makes_a_step(place: Cases, run: subprocess.Popen[str]) -> None:
+    before = place.steps("cut")
+    eventually(lambda: place.steps("cut") != before or run.poll() is not None, "a step")

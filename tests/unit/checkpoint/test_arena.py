@@ -1,0 +1,65 @@
+"""Shared memory: what is copied, when it is new, and that another process sees it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from polyturn.checkpoint.arena import Arena, lay_out, map_memory
+
+TENSORS = {
+    "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "b": torch.tensor(3.5, dtype=torch.bfloat16),
+    "c": torch.empty(0, 4),
+    "d": torch.arange(24, dtype=torch.uint8).reshape(2, 3, 4).transpose(0, 2),
+    "e": torch.tensor([True, False]),
+}
+
+
+@pytest.fixture
+def arena():
+    made = Arena()
+    yield made
+    made.close()
+
+
+def test_all_of_it_is_there_for_whoever_has_the_descriptor(arena):
+    slots = arena.stage(TENSORS)
+    other = map_memory(os.dup(arena.descriptor), arena.size)
+    for slot in slots:
+        assert torch.equal(slot.view(other), TENSORS[slot.path])
+        assert slot.view(other).dtype == TENSORS[slot.path].dtype
+
+
+def test_the_memory_is_used_again_and_grows(arena):
+    arena.stage({"a": torch.ones(10)})
+    first = os.fstat(arena.descriptor).st_ino
+    other = map_memory(os.dup(arena.descriptor), arena.size)
+    arena.stage({"a": torch.zeros(8)})
+    assert os.fstat(arena.descriptor).st_ino == first
+    arena.stage({"a": torch.ones(10_000)})
+    assert os.fstat(arena.descriptor).st_ino != first
+    assert float(other[:32].view(torch.float32).sum()) == 0, "whoever holds the old memory keeps it"
+
+
+def test_what_is_staged_is_a_copy(arena):
+    weight = torch.ones(4)
+    (slot,) = arena.stage({"w": weight})
+    weight.zero_()
+    assert slot.view(arena.memory).tolist() == [1, 1, 1, 1]
+
+
+def test_places_do_not_overlap():
+    slots, size = lay_out(TENSORS)
+    ends = [slot.offset + TENSORS[slot.path].numel() * TENSORS[slot.path].element_size() for slot in slots]
+    assert all(end <= later.offset for end, later in zip(ends, slots[1:], strict=False))
+    assert ends[-1] <= size
+    assert all(slot.offset % 64 == 0 for slot in slots)
+
+
+def test_no_memory_is_an_error_of_the_system(arena):
+    with pytest.raises(OSError, match="are needed and"):
+        arena.reserve(1 << 50)
+    assert arena.stage({"a": torch.ones(2)})[0].view(arena.memory).tolist() == [1, 1]

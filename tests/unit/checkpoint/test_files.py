@@ -1,0 +1,104 @@
+"""Files of a checkpoint: what comes back, what is refused, and that nothing else is ever unpickled."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+
+import pytest
+import torch
+
+from parts.models import tiny_model
+from polyturn.checkpoint.files import read_rest, read_state, write_files
+from polyturn.checkpoint.tree import split
+from polyturn.errors import CheckpointError, ResourceError
+
+
+def module(seed: int) -> dict[str, object]:
+    model = tiny_model(seed=seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "optimizer_step": 1}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with a policy and a critic."""
+    state = {"modules": {"policy": module(0), "critic": module(1)}, "loop": {"step": 3}}
+    tensors, rest = split(state)
+    write_files(tmp_path, tensors, rest)
+    return tmp_path, state
+
+
+def test_two_modules_come_back_one_by_one_or_together(saved):
+    folder, state = saved
+    rest = read_rest(folder)
+    for name in ("policy", "critic"):
+        back = read_state(folder, rest["modules"][name])
+        assert torch.equal(back["model"]["lm_head.weight"], state["modules"][name]["model"]["lm_head.weight"])
+        model = tiny_model(seed=5)
+        model.load_state_dict(back["model"])
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.load_state_dict(back["optimizer"])
+        assert optimizer.param_groups[0]["lr"] == 0.1
+    whole = read_state(folder, rest)
+    assert whole["loop"] == {"step": 3}
+    assert whole["modules"].keys() == {"policy", "critic"}
+
+
+def test_tensors_are_filled_in_place(saved):
+    folder, state = saved
+    model = tiny_model(seed=7)
+    into, _ = split({"modules": {"critic": {"model": model.state_dict()}}})
+    read_state(folder, read_rest(folder)["modules"]["critic"]["model"], into)
+    wanted = state["modules"]["critic"]["model"]
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("other", [torch.zeros(3, 5), torch.zeros(48, 32, dtype=torch.bfloat16)])
+def test_another_shape_or_type_is_refused(saved, other):
+    folder, _ = saved
+    into = {"modules.policy.model.lm_head.weight": other}
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is .* here and \(48, 32\) of torch\.float32 in"):
+        read_state(folder, read_rest(folder)["modules"]["policy"]["model"], into)
+
+
+def test_a_tensor_that_is_not_there_is_named(saved):
+    with pytest.raises(CheckpointError, match=r"does not hold the tensor modules\.value\.model\.w"):
+        read_state(saved[0], {"w": {"tensor": "modules.value.model.w"}})
+
+
+def test_another_format_is_refused(saved):
+    folder, _ = saved
+    (folder / "state.json").write_text(json.dumps({"format": 99, "state": {}}))
+    with pytest.raises(CheckpointError, match="has format 99"):
+        read_rest(folder)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("kept", [0, 0.25, 0.5, 0.9])
+def test_a_torn_file_is_an_error_and_never_loads_nothing(saved, name, kept):
+    """The checksums find it first; this is what is left when somebody reads past them."""
+    folder, _ = saved
+    file = folder / name
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * kept)])
+    with pytest.raises(ResourceError, match="can't be read"):
+        read_state(folder, read_rest(folder))
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, ("bomb",)
+
+
+def test_a_description_can_name_nothing_but_descriptions(saved, monkeypatch):
+    folder, _ = saved
+    monkeypatch.chdir(folder)
+    for content in (pickle.dumps(Bomb()), pickle.dumps({"a": 1}), b"cbuiltins\neval\n(S'1'\ntR.", b"ctorch\nload\n(S'x'\ntR."):
+        (folder / ".metadata").write_bytes(content)
+        with pytest.raises(ResourceError, match=r"\.metadata can't be read"):
+            read_state(folder, read_rest(folder))
+    assert not (folder / "bomb").exists()
