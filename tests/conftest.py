@@ -31,10 +31,10 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServed
 
 
 @pytest.fixture(scope="session")
-def s3_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def s3_servers() -> Iterator[Servers]:
     """S3 servers, started when a test asks for the URL of one."""
     from parts.stores import Servers
 
-    servers = Servers(tmp_path_factory.mktemp("servers"))
+    servers = Servers()
     yield servers
     servers.close()

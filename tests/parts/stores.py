@@ -25,15 +25,14 @@ KINDS = [
 class Servers:
     """S3 servers, each started with its first use and shared by the tests of a session."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
         self._urls: dict[str, str] = {}
 
     def url(self, kind: str) -> str:
         """Of a running server, `moto` or `seaweedfs`."""
         if kind not in self._urls:
-            opened = moto_server() if kind == "moto" else seaweedfs_server(self._folder / "seaweedfs")
+            opened = moto_server() if kind == "moto" else seaweedfs_server()
             self._urls[kind] = self._stack.enter_context(opened)
         return self._urls[kind]
 

@@ -58,20 +58,20 @@ def run_verify(args: argparse.Namespace) -> int:
 def run_prune(args: argparse.Namespace) -> int:
     """Delete what need not be kept, and say what was."""
     from polyturn.errors import ConfigError
-    from polyturn.storage.finding import find
     from polyturn.storage.retention import prune
 
     if args.keep < 1 or args.keep_every < 0 or args.grace_h < 0:
         raise ConfigError(f"--keep={args.keep} --keep-every={args.keep_every} --grace-h={args.grace_h:g}; give 1, 0, 0 or more")
-    found = find(args.place, _access(args))
-    selection = _selection(found, args.place)
-    if selection.step is not None:
-        raise ConfigError(f"{args.place} is one checkpoint, and pruning is for a run or a store; delete its files to remove it")
     count = 0
-    for run_id in selection.run_ids:
-        for sentence in prune(selection.store, run_id, keep=args.keep, keep_every=args.keep_every, grace_s=args.grace_h * 3600):
-            print(sentence, flush=True)
-            count += 1
+    for selection in _selections(args):
+        if selection.step is not None:
+            raise ConfigError(f"{args.place} is one checkpoint, and pruning is for a run or a store; delete its files instead")
+        for run_id in selection.run_ids:
+            for sentence in prune(
+                selection.store, run_id, keep=args.keep, keep_every=args.keep_every, grace_s=args.grace_h * 3600
+            ):
+                print(sentence, flush=True)
+                count += 1
     if not count:
         print("there is nothing to delete")
     return 0
@@ -83,11 +83,11 @@ def run_copy(args: argparse.Namespace) -> int:
     import tempfile
     from pathlib import Path
 
-    from polyturn.storage.finding import fetch_selected, find, place_in
+    from polyturn.storage.finding import fetch_selected, place_in
     from polyturn.storage.manifest import read_manifest
     from polyturn.storage.publish import publish
 
-    found = find(args.place, _access(args))
+    found = _found(args)
     with tempfile.TemporaryDirectory(prefix="polyturn-copy-") as scratch:
         if isinstance(found, Path):
             folder, manifest = found, read_manifest(found)
@@ -115,25 +115,36 @@ def _access(args: argparse.Namespace) -> Access:
     return Access(endpoint_url=args.endpoint_url, encryption=encryption)
 
 
-def _selection(found: Selection | Path, place: str) -> Selection:
+def _found(args: argparse.Namespace) -> list[Selection] | Path:
+    """What the user named: a sealed folder, or one selection a tier."""
+    from pathlib import Path
+
+    from polyturn.storage.finding import find
+
+    found = find(args.place, _access(args))
+    return found if isinstance(found, Path) else [found]
+
+
+def _selections(args: argparse.Namespace) -> list[Selection]:
     from pathlib import Path
 
     from polyturn.errors import ConfigError
 
+    found = _found(args)
     if isinstance(found, Path):
-        raise ConfigError(f"{place} is a sealed folder in no store; give a run or a store")
+        raise ConfigError(f"{args.place} is a sealed folder in no store; give a run or a store")
     return found
 
 
 def _verdicts(args: argparse.Namespace, *, deep: bool) -> list[Verdict]:
     from pathlib import Path
 
-    from polyturn.storage.finding import find, judge, judge_folder
+    from polyturn.storage.finding import judge, judge_folder
 
-    found = find(args.place, _access(args))
+    found = _found(args)
     if isinstance(found, Path):
         return [judge_folder(found, deep=deep)]
-    return [judge(stored, deep=deep) for stored in found.steps()]
+    return [judge(stored, deep=deep) for selection in found for stored in selection.steps()]
 
 
 def _line(verdict: Verdict, *, whole: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,19 +100,21 @@ def judge_folder(folder: Path, *, deep: bool) -> Verdict:
     return Verdict(str(folder), manifest.step, manifest, manifest.num_bytes, fault)
 
 
-def fetch_selected(selection: Selection, into: Path, say: Callable[[str], None]) -> Manifest:
+def fetch_selected(selections: Iterable[Selection], into: Path, say: Callable[[str], None]) -> Manifest:
     """Fetch the newest selected checkpoint that arrives whole. Raises StorageError when there is none."""
-    for stored in selection.steps():
+    tiers = tuple(selections)
+    found = [stored for selection in tiers for stored in selection.steps()]
+    for stored in sorted(found, key=lambda stored: -stored.step):
         with leased(stored.place) as lease:
             try:
                 manifest = read_manifest(stored.place)
-                fault = download(manifest, stored.place, into, after_each=(lambda: None) if lease is None else lease.renew)
+                fault = download(manifest, stored.place, into, after_each=(lambda: None) if lease is None else lease.keep)
             except (MissingKeyError, DamagedError) as error:
                 fault = str(error)
         if fault is None:
             return manifest
         say(f"{stored.place} is not taken: {fault}")
-    raise StorageError(f"{selection.tier}: no checkpoint there is whole")
+    raise StorageError(f"{', '.join(tier.tier for tier in tiers)}: no checkpoint there is whole")
 
 
 def place_in(root: str, manifest: Manifest, access: Access) -> Place:

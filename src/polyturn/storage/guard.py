@@ -123,13 +123,16 @@ class GuardedStore:
         thread = threading.Thread(target=context.run, args=(work,), name=f"{self.name}: {what}", daemon=True)
         began = time.monotonic()
         thread.start()
-        while True:
-            thread.join(min(_LOOK_S, self._stall_s / 4))
-            if not thread.is_alive():
-                break
-            if outer is not None:
-                outer.tick(0)
-            self._refuse_hung(inner, began, what)
+        try:
+            while thread.is_alive():
+                thread.join(min(_LOOK_S, self._stall_s / 4))
+                if outer is not None:
+                    outer.tick(0)
+                if thread.is_alive():
+                    self._refuse_hung(inner, began, what)
+        except BaseException:
+            inner.abandoned = True
+            raise
         if errors:
             raise errors[0]
         return outcome[0]
@@ -144,7 +147,6 @@ class GuardedStore:
             why = f"moved {inner.num_bytes:,} bytes in {taken:.0f} s, less than {self._slowest_bytes_per_s:,.0f} a second"
         else:
             return
-        inner.abandoned = True
         raise HungError(f"the tier {self.name} ({self.url}): {what} {why}, which is its deadline")
 
 

@@ -38,6 +38,14 @@ class Lease:
         now = time.time()
         if self._until - now > self._lease_s / 2:
             return
+        self._write(now)
+
+    def keep(self) -> None:
+        """`renew`, where a store that does not take it is no reason to stop reading."""
+        with contextlib.suppress(StorageError):
+            self.renew()
+
+    def _write(self, now: float) -> None:
         until = now + self._lease_s
         content = {"until": until, "host": socket.gethostname(), "pid": os.getpid()}
         old, self._key = self._key, f"{self._key.partition('.')[0]}.{int(until)}"

@@ -24,13 +24,14 @@ from polyturn.storage.manifest import (
 from polyturn.storage.stores.base import MissingKeyError
 
 
-def publish(folder: Path, manifest: Manifest, place: Place, *, link: bool = True) -> str | None:
+def publish(folder: Path, manifest: Manifest, place: Place, *, link: bool = True, known: bool = False) -> str | None:
     """Upload, commit, look again. None when the checkpoint is there now, a sentence when another writer's is, and is kept.
 
+    `known`: this process has published it here before, so what is there need not be read to be believed.
     Raises StorageError when it can't be done, which leaves nothing visible that would not be found out.
     """
     # What stands there from before a resume may be damaged, and has the right size all the same.
-    replace = place.store.exists(f"{place.key}/{MANIFEST}") and why_not_whole(place, manifest, deep=True) is not None
+    replace = place.store.exists(f"{place.key}/{MANIFEST}") and why_not_whole(place, manifest, deep=not known) is not None
     for _ in range(2):
         upload(folder, manifest.shards, place, link=link, replace=replace)
         kept = commit(manifest, place)

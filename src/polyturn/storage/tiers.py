@@ -100,6 +100,7 @@ class Tiers:
             raise ConfigError(f"the tiers {', '.join(names)} must have names that differ")
         self._say = say
         self._grace_s = grace_s
+        self._published: dict[tuple[str, int], Manifest] = {}
 
     def due(self, step: int) -> list[str]:
         """Names of the tiers that a checkpoint of this step goes to."""
@@ -141,7 +142,17 @@ class Tiers:
 
     def fetch_newest(self, into: str | Path, *, link: bool = True) -> Search:
         """Fetch the newest checkpoint whose every byte arrives as sealed into the folder `into`, walking back as above."""
-        return self._search(lambda checkpoint: self.fetch(checkpoint, into, link=link))
+        tried: set[str] = set()
+
+        def fetched(checkpoint: Checkpoint) -> str | None:
+            tried.update(shard.name for shard in checkpoint.manifest.shards)
+            return self.fetch(checkpoint, into, link=link)
+
+        found = self._search(fetched)
+        if found.checkpoint is not None:
+            for name in tried - {shard.name for shard in found.checkpoint.manifest.shards}:
+                (Path(into) / name).unlink(missing_ok=True)  # of a newer one that was not whole
+        return found
 
     def fetch(self, checkpoint: Checkpoint, into: str | Path, *, link: bool = True) -> str | None:
         """Fetch a checkpoint into a folder, as it was sealed, under a lease. A sentence when what came is not whole.
@@ -153,7 +164,7 @@ class Tiers:
                 read_manifest(checkpoint.place)  # after the lease: see `leases`
             except (MissingKeyError, DamagedError) as error:
                 return str(error)
-            renew = (lambda: None) if lease is None else lease.renew
+            renew = (lambda: None) if lease is None else lease.keep
             return download(checkpoint.manifest, checkpoint.place, Path(into), link=link, after_each=renew)
 
     def prune(self, *, only: Iterable[str] | None = None) -> list[str]:
@@ -176,12 +187,17 @@ class Tiers:
         return [sentence for tier in self.tiers for sentence in deleted_after(tier.store, self.run_id, step)]
 
     def _publish(self, folder: Path, manifest: Manifest, tier: Tier, *, link: bool) -> Outcome:
+        key = tier.name, manifest.step
+        known = key in self._published and self._published[key].shards == manifest.shards
         try:
-            sentence = publish(folder, manifest, self.place(tier, manifest.step), link=link)
+            sentence = publish(folder, manifest, self.place(tier, manifest.step), link=link, known=known)
         except StorageError as error:
             outcome = Outcome(tier.name, ok=False, sentence=f"{step_name(manifest.step)} is not in tier {tier.name}: {error}")
         else:
             outcome = Outcome(tier.name, ok=True, sentence=sentence or "")
+            if sentence is None:
+                self._published = {found: old for found, old in self._published.items() if found[0] != tier.name}
+                self._published[key] = manifest
         if outcome.sentence:
             self._say(outcome.sentence)
         return outcome

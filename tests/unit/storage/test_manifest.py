@@ -189,6 +189,7 @@ def test_every_damage_is_found(tmp_path, damage, name, sentence, stored):
         folder = tmp_path / "store" / where.key
         name = next((shard.stored for shard in manifest.shards if shard.name == name), name)
     assert verify(where) is None
+    (folder / name).chmod(0o644)
     damage(folder / name)
     assert re.search(sentence, verify(where) or "")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import logging
 import os
 import signal
 import socket
@@ -222,6 +223,7 @@ def test_the_client_of_aws_saves_and_loads_here(tmp_path, monkeypatch):
         SageMakerTieredStorageReader,
         SageMakerTieredStorageWriter,
     )
+    from amzn_sagemaker_checkpointing.checkpointing.filesystem.storage_base import _TieredStorageBase
     from amzn_sagemaker_checkpointing.config.in_memory_client import InMemoryClientConfig
     from amzn_sagemaker_checkpointing.config.sagemaker_checkpoint_config import SageMakerCheckpointConfig
     from torch.distributed import checkpoint as dcp
@@ -230,6 +232,8 @@ def test_the_client_of_aws_saves_and_loads_here(tmp_path, monkeypatch):
         monkeypatch.setattr(
             InMemoryClientConfig.__init__, "__defaults__", (f"http://{urlsplit(url).netloc}", 30.0, 0, 1.5, False)
         )
+        # Its log goes to /var/log, whatever one asks for.
+        monkeypatch.setattr(_TieredStorageBase, "_setup_logger", staticmethod(lambda name, *_: logging.getLogger(name)))
         config = SageMakerCheckpointConfig(namespace="job", world_size=1)
         for step in (0, 7):
             state = {"weight": torch.full((64, 64), float(step)), "bias": torch.arange(5.0)}

@@ -239,6 +239,29 @@ def test_a_checkpoint_that_goes_away_before_the_fetch_is_walked_past(tiers, tmp_
     assert tiers.fetch(checkpoint, tmp_path / "in") == "it has no manifest, so it was never completed"
 
 
+def test_nothing_of_a_newer_one_that_was_not_whole_is_left_among_the_fetched(tiers, tmp_path):
+    folder, manifest = make(tmp_path / "work", 10)
+    tiers.publish(folder, manifest)
+    folder, manifest = make(tmp_path / "work", 20, {"__7_0.distcp": b"a rank more", "__8_0.distcp": b"and one more"})
+    tiers.publish(folder, manifest, only=["disk"])
+    place = tiers.place(tiers.tiers[1], 20)
+    key = next(entry.key for entry in place.store.list(f"{place.key}/") if "__8_0" in entry.key)
+    replace(place, key, b"and one mOre", tmp_path)
+    assert tiers.fetch_newest(tmp_path / "in").checkpoint.manifest.step == 10
+    assert {path.name for path in (tmp_path / "in").iterdir()} == {*content_of(10), MANIFEST}
+
+
+def test_what_this_process_published_is_not_read_again(tiers, tmp_path, monkeypatch):
+    folder, manifest = make(tmp_path / "work", 10)
+    tiers.publish(folder, manifest)
+
+    def never(self, key):
+        raise AssertionError(f"{key} was read")
+
+    monkeypatch.setattr(LocalStore, "chunks", never)
+    assert all(outcome.ok for outcome in tiers.publish(folder, manifest))
+
+
 def test_stores_are_guarded(tiers):
     assert all(isinstance(tier.store, GuardedStore) for tier in tiers.tiers)
 

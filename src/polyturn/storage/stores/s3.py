@@ -27,6 +27,7 @@ PART_BYTES = 16 * 1024 * 1024
 _THREADS = 8
 _MOST_PARTS = 9000  # S3 takes 10,000
 _CONNECT_S, _READ_S = 5.0, 10.0
+_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +95,13 @@ class ObjectStore:
         with self._told(key), draft_of(file) as draft, draft.open("r+b", buffering=0) as out:
             answer = self._client.get_object(Bucket=self._bucket, Key=name)
             num_bytes, etag = answer["ContentLength"], answer["ETag"]
-            if num_bytes <= 2 * self._part_bytes:
-                _pour(answer["Body"], out.fileno(), 0)
-            else:
-                answer["Body"].close()
+            answer["Body"].close()
 
-                def fetch(start: int) -> None:
-                    end = min(start + self._part_bytes, num_bytes) - 1
-                    part = self._client.get_object(Bucket=self._bucket, Key=name, Range=f"bytes={start}-{end}", IfMatch=etag)
-                    _pour(part["Body"], out.fileno(), start)
+            def fetch(start: int) -> None:
+                end = min(start + self._part_bytes, num_bytes) - 1
+                self._range(name, start, end, etag, out.fileno())
 
-                each(fetch, range(0, num_bytes, self._part_bytes), threads=_THREADS)
+            each(fetch, range(0, num_bytes, self._part_bytes), threads=_THREADS)
             draft.replace(file)
 
     def read(self, key: str) -> bytes:
@@ -201,6 +198,21 @@ class ObjectStore:
                 self._client.abort_multipart_upload(**upload)
             raise
 
+    def _range(self, name: str, start: int, end: int, etag: str, handle: int) -> None:
+        """Fetch a range into its place in a file. A connection that breaks is no reason to give up a large file."""
+        for left in range(_ATTEMPTS - 1, -1, -1):
+            try:
+                part = self._client.get_object(Bucket=self._bucket, Key=name, Range=f"bytes={start}-{end}", IfMatch=etag)
+                if _pour(part["Body"], handle, start) == end + 1:
+                    return
+                raise StorageError(f"{self.url}: bytes {start:,} to {end:,} came short")
+            except StorageError:
+                if not left:
+                    raise
+            except Exception as error:
+                if not left or not _is_broken_connection(error):
+                    raise
+
     def _name(self, key: str) -> str:
         return self._prefix + check_key(key)
 
@@ -280,8 +292,14 @@ _REFUSED: Mapping[str, str] = {
 }
 
 
-def _pour(body: Any, handle: int, start: int) -> None:
-    """Write an answer's body into a file from `start` on."""
+def _is_broken_connection(error: Exception) -> bool:
+    from botocore.exceptions import HTTPClientError, IncompleteReadError, ResponseStreamingError
+
+    return isinstance(error, HTTPClientError | IncompleteReadError | ResponseStreamingError)
+
+
+def _pour(body: Any, handle: int, start: int) -> int:
+    """Write an answer's body into a file from `start` on; where it ends."""
     with contextlib.closing(body):
         for piece in body.iter_chunks(CHUNK_BYTES):
             view = memoryview(piece)
@@ -289,6 +307,7 @@ def _pour(body: Any, handle: int, start: int) -> None:
                 count = os.pwrite(handle, view, start)
                 start, view = start + count, view[count:]
             tick(len(piece))
+    return start
 
 
 def _code(error: Any) -> str:
