@@ -1,10 +1,10 @@
-"""What a checkpoint costs: how long training stands still, when it is durable, how long a resume takes, how much memory it needs.
+"""What a checkpoint costs: how long training stands still, when it is durable, how long a resume takes, and the memory.
 
     python benchmarks/checkpoint.py --gib 0.1 1 4 [--device cuda] [--out FILE]
 
-Side by side, on the same state, in the same run: this package (copy, then a process writes), a plain `torch.save` that is waited
-for, and `async_save` of torch.distributed.checkpoint without a stager. While a save is under way the main thread goes on
-computing, and how much slower it does so is measured too. A GPU's copy is held against its copy bandwidth, measured here.
+Side by side, on the same state, in the same run: this package (copy, then a process writes), a plain `torch.save` that is
+waited for, and `async_save` of torch.distributed.checkpoint without a stager. While a save is under way the main thread goes
+on computing, and how much slower it does so is measured too. A GPU's copy is held against its copy bandwidth, measured here.
 """
 
 from __future__ import annotations
@@ -12,23 +12,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
+from machine import describe_machine
 
 from polyturn.checkpoint.checkpointer import Checkpointer
 from polyturn.checkpoint.files import read_rest, read_state
 from polyturn.checkpoint.places import memory_root, tiers_of
-from polyturn.checkpoint.state import package_versions
 from polyturn.checkpoint.tree import split
 from polyturn.checkpoint.writing import Settings
 from polyturn.config.schema import CheckpointEvery, CheckpointSection
@@ -232,9 +230,7 @@ def main() -> None:
         print(json.dumps(row, indent=1), flush=True)
     whole = {
         "benchmark": "checkpoint",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if args.device != "cpu" else f"{os.cpu_count()} cores, {platform.machine()}",
-        "versions": package_versions(),
+        **describe_machine(),
         "results": results,
     }
     if args.out is not None:

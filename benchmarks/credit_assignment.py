@@ -88,6 +88,7 @@ def recipe_for(arm: Arm, seed: int, folder: Path, threads: int) -> Recipe:
             "algorithm": {"advantage": arm.advantage, "advantage_options": dict(arm.options)},
             "trainer": {"learning_rate": 3e-4, "threads": threads, "device": "cpu"},
             "logging": {"trajectories_every": 0},
+            "checkpoint": {"every": {"disk": None}},
         }
     )
 

@@ -7,23 +7,19 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from parts.kills import PHASES, comparable, files_of, metrics_of
-from parts.runs import RECIPE, child_environment
+from parts.kill_cases import END_S, Cases
+from parts.kills import PHASES
 from parts.stub_runs import eventually
 from polyturn.storage.manifest import Place, verify
-from polyturn.storage.retention import stored_steps
 from polyturn.storage.stores import LocalStore
 
 pytestmark = pytest.mark.real
 
-RUN = ["run.steps=5", "engine.deterministic=true", "checkpoint.every.disk=1", "evaluation.episodes=0"]
-END_S = 240.0
 KILLS = 10
 SEED = (
     os.environ.get("POLYTURN_KILLS_SEED")
@@ -34,61 +30,19 @@ SEED = (
 """Another commit, other moments; the one that failed is found again by its commit."""
 
 
-class Cases:
-    """A folder with a recipe, and commands in processes of their own."""
-
-    def __init__(self, folder: Path, model: Path) -> None:
-        self.folder = folder
-        self.recipe = folder / "recipe.yaml"
-        self.recipe.write_text(RECIPE % {"model": model})
-
-    def start(self, name: str, *words: str, through: tuple[str, ...] = ("-m", "polyturn")) -> subprocess.Popen[str]:
-        argv = [
-            sys.executable,
-            *through,
-            "train",
-            str(self.recipe),
-            f"run.output_dir={self.folder / 'runs'}",
-            f"run.name={name}",
-        ]
-        with (self.folder / f"{name}.txt").open("a") as log:
-            return subprocess.Popen(
-                [*argv, *RUN, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True, env=child_environment()
-            )
-
-    def run(self, name: str, *words: str, through: tuple[str, ...] = ("-m", "polyturn")) -> int:
-        return self.start(name, *words, through=through).wait(END_S)
-
-    def of(self, name: str) -> Path:
-        return self.folder / "runs" / name
-
-    def said(self, name: str) -> str:
-        return (self.folder / f"{name}.txt").read_text()
-
-    def steps(self, name: str) -> int:
-        path = self.of(name) / "metrics.jsonl"
-        return path.read_text().count("num_tokens") if path.exists() else 0
-
-    def stored(self, name: str) -> list[int]:
-        store = LocalStore(self.of(name) / "checkpoints")
-        return [found.step for found in stored_steps(store, name) if found.has_manifest]
-
-    def assert_same(self, name: str, other: str) -> None:
-        assert comparable(metrics_of(self.of(name))) == comparable(metrics_of(self.of(other))), self.said(name)
-        assert files_of(self.of(name)) == files_of(self.of(other)), self.said(name)
-
-
 @pytest.fixture
 def place(tmp_path, colours_model):
     return Cases(tmp_path, colours_model)
 
 
 def test_kill_9_at_every_phase_of_a_step_changes_nothing(place):
-    assert place.run("whole") == 0
+    assert place.run("whole", "run.steps=5") == 0
     for number, phase in enumerate(PHASES):
         at = 2 + number % 3
-        assert place.run(phase, through=("-m", "parts.kills", phase, str(at), "--")) == -signal.SIGKILL, place.said(phase)
-        assert place.run(phase, "--resume") == 0, place.said(phase)
+        assert place.run(phase, "run.steps=5", through=("-m", "parts.kills", phase, str(at), "--")) == -signal.SIGKILL, (
+            place.said(phase)
+        )
+        assert place.run(phase, "run.steps=5", "--resume") == 0, place.said(phase)
         assert "goes on after step" in place.said(phase)
         place.assert_same(phase, "whole")
 
@@ -140,22 +94,6 @@ def test_killed_again_and_again_it_ends_as_it_would_have(place):
     """A run of 150 steps, killed at random moments until it comes through."""
     words = ("run.steps=150", "checkpoint.every.memory=1", "checkpoint.every.disk=3")
     assert place.run("whole", *words) == 0
-    moments = random.Random(SEED)
-    kills = 0
-    while True:
-        run = place.start("cut", *words, "--resume")
-        _makes_a_step(place, run)
-        if kills < KILLS:
-            time.sleep(moments.uniform(0.0, 1.5))
-            run.kill()
-        if run.wait(END_S) == 0:
-            break
-        assert run.returncode == -signal.SIGKILL, place.said("cut")
-        kills += 1
+    assert place.kill_until_done("cut", words, KILLS, random.Random(SEED)) > 0
     assert "not taken: its shard" not in place.said("cut"), "a torn checkpoint was visible"
     place.assert_same("cut", "whole")
-
-
-def _makes_a_step(place: Cases, run: subprocess.Popen[str]) -> None:
-    before = place.steps("cut")
-    eventually(lambda: place.steps("cut") != before or run.poll() is not None, "a step")

@@ -77,8 +77,9 @@ class Arena:
             raise
         self.size = size
         if pinned:
-            torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0)  # type: ignore[no-untyped-call]
-            self._pinned = True
+            # Where the system lets nobody pin that much, copies are slower, and right all the same.
+            code = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0)  # type: ignore[no-untyped-call]
+            self._pinned = int(code) == 0
 
     def stage(self, tensors: Mapping[str, torch.Tensor]) -> list[Slot]:
         """Copy `tensors` and say where they lie. Sharded ones are gathered: all ranks must ask for the same ones, in order.
@@ -99,6 +100,11 @@ class Arena:
         for lane in lanes.values():
             lane.wait()
         return slots
+
+    @property
+    def pinned(self) -> bool:
+        """Whether its pages are locked, so that a GPU copies at full speed."""
+        return self._pinned
 
     @property
     def memory(self) -> torch.Tensor:

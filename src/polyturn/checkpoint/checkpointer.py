@@ -67,7 +67,7 @@ class Checkpointer:
         tensors, _ = split(state)
         try:
             self._arena.reserve(lay_out(tensors)[1], pinned=any(tensor.is_cuda for tensor in tensors.values()))
-        except (OSError, RuntimeError):
+        except OSError:
             return
 
     @property
@@ -85,7 +85,7 @@ class Checkpointer:
         tensors, rest = split(state)
         try:
             slots = tuple(self._arena.stage(tensors))
-        except (OSError, RuntimeError) as error:  # no memory: for the copy, or to pin it
+        except OSError as error:
             self._fail(step, f"the checkpoint of step {step} was not saved: no room to copy it to ({error})")
             return
         job = Job(step=step, policy_version=policy_version, tiers=tuple(tiers), slots=slots, rest=rest, meta=meta)

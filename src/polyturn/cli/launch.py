@@ -65,8 +65,7 @@ def _supervise(recipe: Recipe, force: bool, resume: str | None, load: Load) -> i
     for line in arithmetic(checked, force=force):
         print(line)
     folder = open_run(checked.recipe, resume, load, partial(print, flush=True))
-    for left in (*folder.heartbeats.iterdir(), *folder.roles.iterdir()):
-        left.unlink()  # of the processes that were here before a resume
+    folder.put_away()
     write_resolved(checked.resolved, folder.recipe)
     specs = role_specs(checked.recipe, gpus, folder.recipe)
     for spec in specs:

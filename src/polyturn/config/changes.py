@@ -12,7 +12,7 @@ from typing import Any
 from polyturn.errors import ConfigError
 
 _HARMLESS = (
-    "run.name run.steps run.epochs run.output_dir run.log_level checkpoint logging launch evaluation sandbox plan "
+    "run.name run.steps run.epochs run.output_dir run.log_level checkpoint logging launch evaluation sandbox "
     "data.cache_dir data.num_workers environment.num_processes environment.start_deadline_s "
     "rollout.concurrency rollout.max_dropped_share rollout.dropped_window_steps "
     "engine.num_servers engine.urls engine.host engine.port engine.devices engine.tensor_parallel_size engine.device "

@@ -13,11 +13,12 @@ import asyncio
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from polyturn.checkpoint.checkpointer import Checkpointer
-from polyturn.checkpoint.places import DISK, MEMORY, REMOTE
+from polyturn.checkpoint.places import DISK, MEMORY, REMOTE, memory_root
 from polyturn.checkpoint.state import LoopState, full_state, package_versions
 from polyturn.checkpoint.writing import Settings
 from polyturn.config.schema import Recipe, filled
@@ -29,7 +30,7 @@ from polyturn.loop.restore import POLICY
 from polyturn.loop.resume import Resume
 from polyturn.loop.step import DropGuard
 from polyturn.metrics.run_folder import RunFolder
-from polyturn.processes.threads import in_thread
+from polyturn.processes.threads import in_thread, in_thread_within
 from polyturn.trainer.random_state import RandomState, random_state
 from polyturn.trainer.trainer import Trainer
 
@@ -39,7 +40,7 @@ _CLOSE_S = 60.0
 class Saving:
     """Saves one run. `start` is where it goes on; `lock` is a descriptor that the writer holds, too.
 
-    `export` writes the model of the moment into a folder.
+    `export` writes the model of the moment into a folder, as that of a step.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Saving:
         place: Place,
         start: LoopState,
         resume: Resume | None,
-        export: Callable[[Path], None],
+        export: Callable[[Path, int], None],
         say: Callable[[str], None],
         lock: int | None = None,
     ) -> None:
@@ -119,7 +120,7 @@ class Saving:
             self._task = asyncio.create_task(self._work(due, export, reserve), name=f"the checkpoint of step {step}")
 
     async def settle(self) -> None:
-        """Wait for the copy that is under way: from here on, weights may change. Raises what an export raises."""
+        """Wait for the copy that is under way: from here on, weights may change. Raises RankError, DeadlineError."""
         task, self._task = self._task, None
         if task is not None:
             with self._place.waiting("the copy of a checkpoint", self._recipe.trainer.step_deadline_s):
@@ -131,16 +132,20 @@ class Saving:
         missing = [tier for tier, step in self._saved.items() if step != self.step]
         limit_s, what = self._section.deadline_s, f"the checkpoint of step {self.step} (checkpoint.deadline_s)"
         with self._place.waiting(what, limit_s):
-            if missing and self.step:
-                await in_thread(self._checkpointer.wait, self.step, limit_s)
+            late = await in_thread(self._checkpointer.wait, self.step, limit_s)
+            if missing and self.step and not self._checkpointer.busy:
                 await self._work(missing, export=False, reserve=False)
-            return await in_thread(self._checkpointer.wait, self.step, limit_s)
+                late = await in_thread(self._checkpointer.wait, self.step, limit_s)
+            if not late and self._every.keys() > {MEMORY}:
+                # What lasts longer has it, and memory is for others again.
+                await in_thread(partial(shutil.rmtree, memory_root(self._folder.checkpoints), ignore_errors=True))
+            return late
 
     async def close(self) -> None:
         """Let what is under way end. Safe to call twice."""
         task, self._task = self._task, None
         if task is not None:
-            await asyncio.wait({task})
+            await asyncio.gather(task, return_exceptions=True)  # the run ends of something else already
         await in_thread(self._checkpointer.close, _CLOSE_S)
 
     def metrics(self) -> dict[str, float]:
@@ -157,7 +162,6 @@ class Saving:
         return [] if self._checkpointer.busy else due
 
     async def _work(self, tiers: list[str], export: bool, reserve: bool) -> None:
-        limit_s = self._recipe.trainer.step_deadline_s
         if tiers:
             await in_thread(self._copy, tiers, self._state, self._random)
             self._saved |= dict.fromkeys(tiers, self._state.step)
@@ -165,7 +169,8 @@ class Saving:
         elif reserve:
             await in_thread(self._checkpointer.reserve, self._trainer.state(self._section.contents))
         if export:
-            await asyncio.wait_for(in_thread(self._write_export, self._state.step), limit_s)
+            limit_s, what = self._recipe.trainer.step_deadline_s, f"the export of step {self.step}"
+            await in_thread_within(limit_s, what, self._write_export, self.step)
 
     def _copy(self, tiers: list[str], loop: LoopState, own_random: RandomState) -> None:
         recipe = self._recipe.model_dump(mode="json")
@@ -194,9 +199,13 @@ class Saving:
         target = self._folder.exports / f"{adapters}step_{step}"
         draft = self._folder.exports / f".{target.name}"
         shutil.rmtree(draft, ignore_errors=True)
-        self._export(draft)
-        shutil.rmtree(target, ignore_errors=True)
-        draft.rename(target)
+        try:
+            self._export(draft, step)
+            shutil.rmtree(target, ignore_errors=True)
+            draft.rename(target)
+        except Exception as error:  # a full disk, whichever library finds it; the run is worth more than this folder
+            self._say(f"the model of step {step} was not exported: {type(error).__name__}: {error}")
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def cadence(recipe: Recipe) -> dict[str, int]:

@@ -190,7 +190,7 @@ async def train(run: Run) -> Outcome:
     limit_s, what = recipe.trainer.step_deadline_s, f"the export of the model to {run.folder.export}"
     with run.place.waiting(what, limit_s):
         export = partial(write_model, run.checked, run.folder, run.policy, run.trainer)
-        await in_thread_within(limit_s, what, export, run.folder.export)
+        await in_thread_within(limit_s, what, export, run.folder.export, run.saving.step)
     await in_thread_within(recipe.trainer.collective_deadline_s, "the other ranks to hear that it is over", run.trainer.end)
     if unsaved and stopped_by is not None:
         raise ResourceError(f"stopped by {stopped_by}, and not saved: {'; '.join(unsaved)}")
@@ -287,10 +287,10 @@ async def evaluate_now(run: Run, *, step: int) -> dict[str, Evaluation]:
     return results
 
 
-def write_model(checked: Checked, folder: RunFolder, policy: Policy, trainer: Trainer, target: Path) -> None:
-    """Write the policy of the moment to `target` as an ordinary folder, with a card that says where it is from."""
+def write_model(checked: Checked, folder: RunFolder, policy: Policy, trainer: Trainer, target: Path, step: int) -> None:
+    """Write the policy after `step` to `target` as an ordinary folder, with a card that says where it is from."""
     export_model(trainer.model, policy.folder, target, chat_template=chat_template(checked.recipe))
-    write_card(target, checked.recipe, folder.metrics, step=trainer.version)
+    write_card(target, checked.recipe, folder.metrics, step=step)
 
 
 def save_trajectories(run: Run, step: int, groups: Sequence[TrajectoryGroup], credit: Sequence[GroupAdvantages]) -> None:

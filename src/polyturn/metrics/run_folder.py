@@ -60,6 +60,17 @@ class RunFolder:
         for inner in (self.trajectories, self.heartbeats, self.roles, self.logs, self.export):
             inner.mkdir(exist_ok=True)
 
+    def put_away(self) -> None:
+        """Take away what processes of an earlier start have left: heartbeats and addresses; logs go to `logs/before-N`."""
+        for left in (*self.heartbeats.iterdir(), *self.roles.iterdir()):
+            left.unlink()
+        logs = [path for path in self.logs.iterdir() if path.is_file()]
+        if logs:
+            older = next(path for path in (self.logs / f"before-{n}" for n in itertools.count(1)) if not path.exists())
+            older.mkdir()
+            for path in logs:
+                path.rename(older / path.name)
+
     @property
     def recipe(self) -> Path:
         """The resolved recipe."""

@@ -311,6 +311,10 @@ def test_memory_is_a_tier_of_its_own(bench, monkeypatch, tmp_path):
     ended = bench("train", *RUN, *words, "--resume")
     assert "goes on after step 2, from step_00000002 in tier memory" in ended.out
     assert steps_in(ended.folder) == ["step_00000003", "step_00000004"]
+    assert not list((tmp_path / "shm").rglob("MANIFEST.json")), "the disk has it, and memory is for others again"
+    shutil.rmtree(ended.folder)
+    cut_run(bench, monkeypatch, "backward", 3, *words)
+    assert list((tmp_path / "shm").rglob("MANIFEST.json"))
     shutil.rmtree(ended.folder)
     fresh = bench("train", *RUN, *words)
     assert [line["step"] for line in fresh.steps] == [1, 2, 3, 4], "memory of a run whose folder was removed is not its own"
