@@ -40,6 +40,8 @@ print(json.dumps([shown, sorted(sys.modules)]))
 HELPS = {
     "--help": ["train", "plan", "launch", "eval", "rollout", "replay", "warmstart", "env", "data", "role"],
     "train --help": ["RECIPE.yaml", "section.key=value", "--dry-run"],
+    "checkpoint --help": ["list", "verify", "prune", "copy"],
+    "memory-tier --help": ["serve"],
     "plan --help": ["RECIPE.yaml", "section.key=value", "--instance", "--gpu", "--gpus", "--tasks", "--hardware", "--json"],
     "launch --help": ["local"],
     "launch local --help": ["RECIPE.yaml", "section.key=value", "--dry-run"],
