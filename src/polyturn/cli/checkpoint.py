@@ -83,7 +83,7 @@ def run_copy(args: argparse.Namespace) -> int:
     import tempfile
     from pathlib import Path
 
-    from polyturn.storage.finding import fetch_newest_of, place_in
+    from polyturn.storage.finding import fetch_selected, place_in
     from polyturn.storage.manifest import read_manifest
     from polyturn.storage.publish import publish
 
@@ -93,7 +93,7 @@ def run_copy(args: argparse.Namespace) -> int:
             folder, manifest = found, read_manifest(found)
         else:
             folder = Path(scratch)
-            manifest = fetch_newest_of(_asked(found), folder, _warn)
+            manifest = fetch_selected(_asked(found), folder, _warn)
         place = place_in(args.to, manifest, _access(args))
         kept = publish(folder, manifest, place, link=False)
     print(kept or f"{place}: {_size(manifest.num_bytes)}, policy version {manifest.policy_version}")

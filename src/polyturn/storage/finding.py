@@ -100,13 +100,8 @@ def judge_folder(folder: Path, *, deep: bool) -> Verdict:
     return Verdict(str(folder), manifest.step, manifest, manifest.num_bytes, fault)
 
 
-def fetch_selected(selection: Selection, into: Path, say: Callable[[str], None]) -> Manifest:
-    """Fetch the newest selected checkpoint that arrives whole. Raises StorageError when there is none."""
-    return fetch_newest_of([selection], into, say)
-
-
-def fetch_newest_of(selections: Iterable[Selection], into: Path, say: Callable[[str], None]) -> Manifest:
-    """`fetch_selected` over several tiers, the first of them first among equal steps."""
+def fetch_selected(selections: Iterable[Selection], into: Path, say: Callable[[str], None]) -> Manifest:
+    """Fetch the newest selected checkpoint that arrives whole, of equal steps the first. Raises StorageError without one."""
     tiers = tuple(selections)
     found = [stored for selection in tiers for stored in selection.steps()]
     for stored in sorted(found, key=lambda stored: -stored.step):
