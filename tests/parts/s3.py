@@ -112,6 +112,9 @@ def seaweedfs_server() -> Iterator[str]:
         process.wait(20)
         log.close()
         shutil.rmtree(folder, ignore_errors=True)
+        for port in ports.values():  # there is no option for these sockets
+            for path in Path("/tmp").glob(f"seaweedfs-*-{port + 10_000}.sock"):
+                path.unlink(missing_ok=True)
 
 
 def _until(call: Callable[[], None], process: subprocess.Popen[bytes], log: Path) -> None:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from polyturn.metrics.run_folder import RunFolder
     from polyturn.storage.finding import Selection, Verdict
     from polyturn.storage.stores import Access
 
-_PLACE = "a run folder; or a folder or URL (s3://bucket/prefix): of a store, a run in it, or one checkpoint"
+_PLACE = "a run folder, for all its tiers; or a folder or URL (s3://bucket/prefix): of a store, a run in it, one checkpoint"
 
 
 def register(verbs: Any) -> None:
@@ -79,7 +80,6 @@ def run_prune(args: argparse.Namespace) -> int:
 
 def run_copy(args: argparse.Namespace) -> int:
     """Fetch, verify, publish, verify."""
-    import sys
     import tempfile
     from pathlib import Path
 
@@ -93,7 +93,7 @@ def run_copy(args: argparse.Namespace) -> int:
             folder, manifest = found, read_manifest(found)
         else:
             folder = Path(scratch)
-            manifest = fetch_selected(found, folder, lambda sentence: print(sentence, file=sys.stderr))
+            manifest = fetch_selected(_asked(found), folder, _warn)
         place = place_in(args.to, manifest, _access(args))
         kept = publish(folder, manifest, place, link=False)
     print(kept or f"{place}: {_size(manifest.num_bytes)}, policy version {manifest.policy_version}")
@@ -119,10 +119,48 @@ def _found(args: argparse.Namespace) -> list[Selection] | Path:
     """What the user named: a sealed folder, or one selection a tier."""
     from pathlib import Path
 
+    from polyturn.metrics.run_folder import RunFolder
     from polyturn.storage.finding import find
 
+    folder = RunFolder(Path(args.place).expanduser().resolve())
+    if "://" not in args.place and folder.recipe.is_file():
+        return _tiers_of_run(folder)
     found = find(args.place, _access(args))
     return found if isinstance(found, Path) else [found]
+
+
+def _tiers_of_run(folder: RunFolder) -> list[Selection]:
+    """All tiers of a run, by the recipe in its folder."""
+    from polyturn.checkpoint.places import tiers_of
+    from polyturn.config.load import load_recipe
+    from polyturn.storage.finding import Selection
+
+    tiers = tiers_of(load_recipe(folder.recipe).checkpoint, folder.root.name, folder.checkpoints, _warn)
+    return [Selection(tier.name, tier.store, (tiers.run_id,)) for tier in tiers.tiers]
+
+
+def _asked(selections: list[Selection]) -> list[Selection]:
+    """Those whose store answers. Of a run with several tiers the others are said; when none answers, StorageError."""
+    from polyturn.errors import StorageError
+
+    answered, errors = list[Any](), list[StorageError]()
+    for selection in selections:
+        try:
+            selection.steps()
+            answered.append(selection)
+        except StorageError as error:
+            errors.append(error)
+    if errors and not answered:
+        raise errors[0]
+    for failure in errors:
+        _warn(f"a tier could not be asked: {failure}")
+    return answered
+
+
+def _warn(sentence: str) -> None:
+    import sys
+
+    print(f"polyturn: {sentence}", file=sys.stderr)
 
 
 def _selections(args: argparse.Namespace) -> list[Selection]:
@@ -133,7 +171,7 @@ def _selections(args: argparse.Namespace) -> list[Selection]:
     found = _found(args)
     if isinstance(found, Path):
         raise ConfigError(f"{args.place} is a sealed folder in no store; give a run or a store")
-    return found
+    return _asked(found)
 
 
 def _verdicts(args: argparse.Namespace, *, deep: bool) -> list[Verdict]:
@@ -144,7 +182,7 @@ def _verdicts(args: argparse.Namespace, *, deep: bool) -> list[Verdict]:
     found = _found(args)
     if isinstance(found, Path):
         return [judge_folder(found, deep=deep)]
-    return [judge(stored, deep=deep) for selection in found for stored in selection.steps()]
+    return [judge(stored, deep=deep) for selection in _asked(found) for stored in selection.steps()]
 
 
 def _line(verdict: Verdict, *, whole: str) -> str:

@@ -80,11 +80,11 @@ def open_run(recipe: Recipe, resume: str | None, load: Load, say: Say) -> RunFol
     """
     if resume is None:
         return _new_folder(recipe)
-    if resume == "" or _is_run(Path(resume)):
-        if load != "all":
-            raise ConfigError(
-                f"--load={load} starts a new run; name the checkpoint it starts from, as in --resume PATH --load {load}"
-            )
+    if resume == "" and load != "all":
+        raise ConfigError(
+            f"--load={load} starts a new run; name the checkpoint it starts from, as in --resume PATH --load {load}"
+        )
+    if resume == "" or (load == "all" and _is_run(Path(resume))):
         return _go_on(recipe, Path(resume) if resume else None, say)
     return _start_from(recipe, resume, load, say)
 

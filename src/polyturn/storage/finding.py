@@ -101,7 +101,7 @@ def judge_folder(folder: Path, *, deep: bool) -> Verdict:
 
 
 def fetch_selected(selections: Iterable[Selection], into: Path, say: Callable[[str], None]) -> Manifest:
-    """Fetch the newest selected checkpoint that arrives whole. Raises StorageError when there is none."""
+    """Fetch the newest selected checkpoint that arrives whole, of equal steps the first. Raises StorageError without one."""
     tiers = tuple(selections)
     found = [stored for selection in tiers for stored in selection.steps()]
     for stored in sorted(found, key=lambda stored: -stored.step):

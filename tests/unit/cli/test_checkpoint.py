@@ -104,6 +104,28 @@ def test_mistakes_are_one_sentence(store, tmp_path, capsys, arguments, sentence)
     assert len(said.splitlines()) == 1
 
 
+def test_a_run_folder_shows_all_its_tiers(store, tmp_path, capsys):
+    folder = tmp_path / "runs" / RUN
+    remote = tmp_path / "remote"
+    recipe = "model: {path: 'builtin:tiny'}\nenvironment: {id: lookup}\nrun: {steps: 1}\n"
+    (folder / "recipe.yaml").write_text(f"{recipe}checkpoint: {{url: {remote}, every: {{disk: 10, s3: 10}}}}\n")
+    assert main(["checkpoint", "copy", str(folder), str(remote)]) == 0
+    capsys.readouterr()
+    assert main(["checkpoint", "list", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [entry["step"] for entry in found] == [30, 20, 10, 10]
+    assert found[-1]["place"] == f"{remote}/{RUN}/{step_name(10)}"
+    assert main(["checkpoint", "prune", str(folder), "--keep", "1"]) == 0
+
+    (folder / "recipe.yaml").write_text(f"{recipe}checkpoint: {{url: 'memory-tier://127.0.0.1:9', every: {{disk: 10}}}}\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("POLYTURN_MEMORY_TIER_TOKEN", "secret")
+        assert main(["checkpoint", "list", str(folder)]) == 0
+    captured = capsys.readouterr()
+    assert "polyturn: a tier could not be asked: memory-tier://127.0.0.1:9: " in captured.err
+    assert "step       30" in captured.out
+
+
 @pytest.mark.real
 def test_s3(store, tmp_path, capsys, s3_servers):
     endpoint = ["--endpoint-url", s3_servers.url("moto")]

@@ -304,6 +304,7 @@ def test_a_disk_that_fails_is_told_and_training_goes_on(bench, monkeypatch):
 
 @pytest.mark.real
 def test_memory_is_a_tier_of_its_own(bench, monkeypatch, tmp_path):
+    (tmp_path / "shm").mkdir()
     monkeypatch.setattr("polyturn.checkpoint.places._SHARED_MEMORY", tmp_path / "shm")
     words = ["run.name=cut", "checkpoint.every.memory=1", "checkpoint.every.disk=3"]
     cut_run(bench, monkeypatch, "backward", 3, *words)
