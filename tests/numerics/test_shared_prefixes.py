@@ -207,6 +207,8 @@ def test_the_estimate_decides():
     plain = pack(family(), row_tokens=1024, planned_trajectories=4, sharing=NEVER_PAYS)
     assert shared.num_shared_tokens == 3 * 24
     assert plain.num_shared_tokens == 0
+    pairs = Sharing(per_token=0.0, per_pair=1.0)
+    assert gain_of(1000, 250, 4, pairs) == pytest.approx(4 * 1250**2 / 2 / 2000**2), "one sample a row needs no mask"
     tokens = Sharing(per_token=1.0, per_pair=0.0)
     assert gain_of(1000, 1000, 8, tokens) == pytest.approx(16 / 9)
     assert gain_of(1000, 10, 8, tokens) > gain_of(1000, 100, 8, tokens) > gain_of(100, 1000, 8, tokens) > 1
