@@ -15,9 +15,9 @@ LEAST_GAIN = 1.1
 class Sharing:
     """What a token and a pair of tokens cost the model, in operations or any other unit.
 
-    `dense`: attention computes every pair of a row and masks, with or without sharing, but for a row of one sample. Else it computes the pairs that count,
-    and those of a tree `tree_factor` times as dear as those of separate samples, whose kernels are faster. `always` skips the
-    estimate.
+    `dense`: attention computes every pair of a row and masks, with or without sharing, but for a row of one sample. Else it
+    computes the pairs that count, and those of a tree `tree_factor` times as dear as those of separate samples, whose kernels
+    are faster. `always` skips the estimate.
     """
 
     per_token: float
