@@ -147,7 +147,7 @@ def test_a_block_mask_sees_what_the_plain_mask_sees():
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=7),
     prompt=st.integers(1, 40),
-    row_tokens=st.integers(81, 300),
+    row_tokens=st.integers(104, 300),
 )
 def test_every_trained_token_is_there_once_behind_what_was_before_it(lengths, prompt, row_tokens):
     """Random siblings over two letters, so that they go on together for a while."""
@@ -207,6 +207,8 @@ def test_the_estimate_decides():
     plain = pack(family(), row_tokens=1024, planned_trajectories=4, sharing=NEVER_PAYS)
     assert shared.num_shared_tokens == 3 * 24
     assert plain.num_shared_tokens == 0
+    pairs = Sharing(per_token=0.0, per_pair=1.0)
+    assert gain_of(1000, 250, 4, pairs) == pytest.approx(4 * 1250**2 / 2 / 2000**2), "one sample a row needs no mask"
     tokens = Sharing(per_token=1.0, per_pair=0.0)
     assert gain_of(1000, 1000, 8, tokens) == pytest.approx(16 / 9)
     assert gain_of(1000, 10, 8, tokens) > gain_of(1000, 100, 8, tokens) > gain_of(100, 1000, 8, tokens) > 1

@@ -15,9 +15,9 @@ LEAST_GAIN = 1.1
 class Sharing:
     """What a token and a pair of tokens cost the model, in operations or any other unit.
 
-    `dense`: attention computes every pair of a row and masks, with or without sharing. Else it computes the pairs that count,
-    and those of a tree `tree_factor` times as dear as those of separate samples, whose kernels are faster. `always` skips the
-    estimate.
+    `dense`: attention computes every pair of a row and masks, with or without sharing, but for a row of one sample. Else it
+    computes the pairs that count, and those of a tree `tree_factor` times as dear as those of separate samples, whose kernels
+    are faster. `always` skips the estimate.
     """
 
     per_token: float
@@ -37,10 +37,16 @@ class Sharing:
     def _cost(self, rows: Sequence[Sequence[Tree]], factor: float) -> float:
         tokens = sum(tree.num_tokens for row in rows for tree in row)
         if self.dense:
-            pairs = float(sum(sum(tree.num_tokens for tree in row) ** 2 for row in rows))
+            pairs = float(sum(_dense_pairs(row) for row in rows))
         else:
             pairs = factor * sum(tree.num_pairs for row in rows for tree in row)
         return tokens * self.per_token + pairs * self.per_pair
+
+
+def _dense_pairs(row: Sequence[Tree]) -> float:
+    """Of a row with a mask all pairs; a row of one sample needs none, and half of them."""
+    tokens = sum(tree.num_tokens for tree in row)
+    return tokens**2 / 2 if len(row) == 1 and len(row[0].segments) == 1 else tokens**2
 
 
 def gain_of(prompt: int, completion: int, group_size: int, sharing: Sharing) -> float:
