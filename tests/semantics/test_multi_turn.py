@@ -418,9 +418,9 @@ async def test_20_a_rollout_cancelled_from_outside(waiting, deterministic):
     environment = Talk({"step": never_returns} if waiting == "tool" else {})
     engine = says(talk_renderer(), "look(red)", delay_s=FOREVER if waiting == "engine" else 0.0)
     rollout = asyncio.create_task(play_group(player(environment, engine, max_turns=10**6), deterministic=deterministic))
-    await settled(100)
-    assert len(environment.opened) == GROUP_SIZE
-    assert engine.requests
+    async with deadline(30, "all trajectories to be under way"):
+        while len(environment.opened) < GROUP_SIZE or not engine.requests:  # noqa: ASYNC110 - nothing else tells
+            await asyncio.sleep(0.001)
     rollout.cancel()
     with pytest.raises(asyncio.CancelledError):
         await rollout

@@ -79,6 +79,7 @@ class HfEngine:
         self._paused = False
         self._update: WeightUpdate | None = None
         self._broken: str | None = None
+        self._not_finite: NonFiniteError | None = None
         self._mixed: str | None = None
 
     @property
@@ -112,6 +113,8 @@ class HfEngine:
         self, prompt_ids: tuple[int, ...], sampling: SamplingParams, *, session: str | None = None
     ) -> Completion:
         """Sample one completion. Raises EngineError when the engine is stopped or broken."""
+        if self._not_finite is not None:
+            raise self._not_finite  # whoever comes later must not end the run as if the engine were gone
         if self.failure is not None:
             raise EngineError(f"the hf engine failed earlier: {self.failure}")
         if self._server is None:
@@ -257,7 +260,8 @@ class HfEngine:
                             await self._answer(batch)
         except Exception as error:
             self._broken = f"{type(error).__name__}: {error}"
-            self._fail(batch, self._broken, error if isinstance(error, NonFiniteError) else None)
+            self._not_finite = error if isinstance(error, NonFiniteError) else None
+            self._fail(batch, self._broken)
             self._fail_waiting(self._broken)
         except asyncio.CancelledError:
             self._fail(batch, "the engine was stopped")
@@ -292,11 +296,10 @@ class HfEngine:
             waiting.append(self._queue.get_nowait())
         self._fail(waiting, reason)
 
-    @staticmethod
-    def _fail(requests: Sequence[_Request], reason: str, error: NonFiniteError | None = None) -> None:
+    def _fail(self, requests: Sequence[_Request], reason: str) -> None:
         for request in requests:
             if not request.future.done():
-                request.future.set_exception(error or EngineError(f"the hf engine failed: {reason}"))
+                request.future.set_exception(self._not_finite or EngineError(f"the hf engine failed: {reason}"))
 
     @torch.inference_mode()
     def _generate(self, batch: Sequence[_Request], version: int) -> list[Completion]:
