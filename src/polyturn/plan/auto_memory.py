@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from polyturn.config.schema import Recipe
-from polyturn.errors import ConfigError, ModelError
+from polyturn.errors import ConfigError
 from polyturn.plan.hardware import Machine
-from polyturn.plan.here import gpus_here
-from polyturn.plan.models import ModelFacts, model_facts
+from polyturn.plan.here import known_here
+from polyturn.plan.models import ModelFacts
 from polyturn.plan.nearest_fit import Change, changed, plan_on
 from polyturn.plan.planner import GIB
-from polyturn.processes.gpus import visible_gpus
 
 _MODES = ("keep", "selective", "full")
 _ROWS = (None, 4096, 2048, 1024, 512)
@@ -24,14 +23,10 @@ def fit_here(recipe: Recipe, *, num_tasks: int | None, smi: str = "nvidia-smi") 
 
     Without `auto`, without a GPU, or where model or GPU are not known, the recipe comes back as it was.
     """
-    visible = visible_gpus(smi=smi) if recipe.trainer.memory == "auto" and recipe.trainer.device != "cpu" else []
-    machine = gpus_here(visible, smi=smi).machine if visible else None
-    if machine is None:
+    known = known_here(recipe, smi=smi) if recipe.trainer.memory == "auto" else None
+    if known is None:
         return recipe, {}
-    try:
-        facts = model_facts(recipe.model.path)
-    except ModelError:
-        return recipe, {}
+    machine, facts = known
     return fit_memory(recipe, facts, machine, num_tasks=num_tasks)
 
 

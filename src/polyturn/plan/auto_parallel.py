@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from polyturn.config.schema import Recipe
-from polyturn.errors import ConfigError, ModelError
+from polyturn.errors import ConfigError
 from polyturn.plan.hardware import Machine
-from polyturn.plan.here import gpus_here
-from polyturn.plan.models import ModelFacts, model_facts
+from polyturn.plan.here import known_here
+from polyturn.plan.models import ModelFacts
 from polyturn.plan.nearest_fit import changed, plan_on
 from polyturn.plan.planner import GIB
-from polyturn.processes.gpus import visible_gpus
 
 _KEY = "trainer.parallel"
 
@@ -19,16 +18,10 @@ _KEY = "trainer.parallel"
 def shard_here(recipe: Recipe, *, num_tasks: int | None, smi: str = "nvidia-smi") -> tuple[Recipe, Mapping[str, str]]:
     """`recipe` with `fsdp2` where `auto` comes to that on this machine, and why, by dotted key; else as it was."""
     trainer = recipe.trainer
-    if trainer.parallel != "auto" or trainer.num_ranks == 1 or trainer.device == "cpu":
+    known = known_here(recipe, smi=smi) if trainer.parallel == "auto" and trainer.num_ranks > 1 else None
+    if known is None:
         return recipe, {}
-    visible = visible_gpus(smi=smi)
-    machine = gpus_here(visible, smi=smi).machine if visible else None
-    if machine is None:
-        return recipe, {}
-    try:
-        facts = model_facts(recipe.model.path)
-    except ModelError:
-        return recipe, {}
+    machine, facts = known
     return shard_on(recipe, facts, machine, num_tasks=num_tasks)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from polyturn.config.schema import Recipe
 from polyturn.errors import ConfigError, ModelError
 from polyturn.plan.hardware import Gpu, Machine, load_hardware
-from polyturn.plan.models import model_facts
+from polyturn.plan.models import ModelFacts, model_facts
 from polyturn.plan.nearest_fit import nearest_fit, plan_on
 from polyturn.plan.planner import GIB
 from polyturn.processes.gpus import visible_gpus
@@ -47,6 +47,18 @@ def gpus_here(visible: Sequence[str], *, smi: str = "nvidia-smi") -> Here:
         return Here(reason=f"nvidia-smi tells the memory of {len(found)} of the {len(visible)} GPUs that may be used")
     usable_mib, kind, total_mib = min(found)
     return Here(machine=_machine(kind, total_mib, usable_mib, len(visible)))
+
+
+def known_here(recipe: Recipe, *, smi: str = "nvidia-smi") -> tuple[Machine, ModelFacts] | None:
+    """The GPUs that this process may use, and the recipe's model; None where there are none, or either is not known."""
+    visible = visible_gpus(smi=smi) if recipe.trainer.device != "cpu" else []
+    machine = gpus_here(visible, smi=smi).machine if visible else None
+    if machine is None:
+        return None
+    try:
+        return machine, model_facts(recipe.model.path)
+    except ModelError:
+        return None
 
 
 def plan_here(recipe: Recipe, *, num_tasks: int | None, force: bool = False, smi: str = "nvidia-smi") -> list[str]:

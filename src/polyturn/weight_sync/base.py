@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
-from polyturn.errors import WeightSyncError
+from polyturn.errors import PolyturnError, WeightSyncError
+from polyturn.processes.deadlines import deadline
 
 _CHUNK_WORDS = 1 << 22
 """Words of a tensor that are summed at once: a checksum takes little memory, however large the tensor."""
@@ -62,6 +63,22 @@ class WeightBridge(Protocol):
 
     async def close(self) -> None:
         """Give back what pushes took. Safe to call twice."""
+
+
+async def confirmed(version: int, push: Callable[[], Awaitable[int]], deadline_s: float) -> None:
+    """Await `push` to an engine in this process within `deadline_s`; it must come back with `version`.
+
+    Raises WeightSyncError, DeadlineError, or what Polyturn raised inside.
+    """
+    try:
+        async with deadline(deadline_s, f"weight push {version} to the engine in this process"):
+            served = await push()
+    except PolyturnError:
+        raise
+    except Exception as error:
+        raise WeightSyncError(f"weight push {version} failed: {type(error).__name__}: {error}") from error
+    if served != version:
+        raise WeightSyncError(f"weight push {version} was not confirmed: the engine serves version {served}")
 
 
 def check_coverage(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:

@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from polyturn.errors import PolyturnError, WeightSyncError
-from polyturn.processes.deadlines import deadline
-from polyturn.weight_sync.base import WeightTarget, check_coverage, check_equal, check_frozen
+from polyturn.weight_sync.base import WeightTarget, check_coverage, check_equal, check_frozen, confirmed
 
 
 class InProcessBridge:
@@ -39,15 +37,7 @@ class InProcessBridge:
             check_frozen(*self._frozen())
         weights = self._source()
         check_coverage(weights, self._target.named_weights())
-        try:
-            async with deadline(self._deadline_s, f"weight push {version} to the engine in this process"):
-                confirmed = await self._target.update_weights(weights, version)
-        except PolyturnError:
-            raise
-        except Exception as error:
-            raise WeightSyncError(f"weight push {version} failed: {type(error).__name__}: {error}") from error
-        if confirmed != version:
-            raise WeightSyncError(f"weight push {version} was not confirmed: the engine serves version {confirmed}")
+        await confirmed(version, lambda: self._target.update_weights(weights, version), self._deadline_s)
         if self._pushes % self._verify_every == 0:
             check_equal(weights, self._target.named_weights(), version)
         self._pushes += 1

@@ -15,9 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from polyturn.errors import PolyturnError, WeightSyncError
-from polyturn.processes.deadlines import deadline
-from polyturn.weight_sync.base import check_coverage
+from polyturn.errors import WeightSyncError
+from polyturn.weight_sync.base import check_coverage, confirmed
 
 
 class SharedTarget(Protocol):
@@ -39,15 +38,7 @@ class SingleCopyBridge:
     async def push(self, version: int) -> None:
         """See `WeightBridge.push`."""
         change = self._check if self._shared else self._share
-        try:
-            async with deadline(self._deadline_s, f"weight push {version} to the engine in this process"):
-                confirmed = await self._target.change_weights(change, version)
-        except PolyturnError:
-            raise
-        except Exception as error:
-            raise WeightSyncError(f"weight push {version} failed: {type(error).__name__}: {error}") from error
-        if confirmed != version:
-            raise WeightSyncError(f"weight push {version} was not confirmed: the engine serves version {confirmed}")
+        await confirmed(version, lambda: self._target.change_weights(change, version), self._deadline_s)
         self._shared = True
 
     async def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from polyturn.errors import ConfigError, MissingDependencyError, StorageError
 from polyturn.storage.progress import CHUNK_BYTES, tick
 from polyturn.storage.stores.base import AccessError, BadKeyError, Entry, MissingKeyError, check_key
-from polyturn.storage.stores.local import DRAFT, draft_of
+from polyturn.storage.stores.local import DRAFT, write_pieces
 from polyturn.storage.stores.urls import redacted
 
 _ONE_CREATES = threading.Lock()
@@ -50,11 +50,8 @@ class FsspecStore:
 
     def get(self, key: str, file: Path, *, link: bool = False) -> None:
         """Download."""
-        with self._told(key), draft_of(file) as draft:
-            with draft.open("wb") as out:
-                for piece in self.chunks(key):
-                    out.write(piece)
-            draft.replace(file)
+        with self._told(key):
+            write_pieces(self.chunks(key), file)
 
     def read(self, key: str) -> bytes:
         """Content of a small file."""

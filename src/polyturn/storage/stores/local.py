@@ -8,7 +8,7 @@ import os
 import stat
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -170,6 +170,14 @@ def draft_of(target: Path) -> Iterator[Path]:
         yield draft
     finally:
         draft.unlink(missing_ok=True)
+
+
+def write_pieces(pieces: Iterable[bytes], file: Path) -> None:
+    """Write a file that comes in pieces; it appears whole, or not at all when they break off."""
+    with draft_of(file) as draft:
+        with draft.open("wb") as out:
+            out.writelines(pieces)
+        draft.replace(file)
 
 
 def _linked(source: Path, target: Path) -> bool:

@@ -14,7 +14,7 @@ from polyturn.errors import ConfigError, StorageError
 from polyturn.storage.checksums import hash_bytes, hash_file, hasher
 from polyturn.storage.progress import CHUNK_BYTES, tick
 from polyturn.storage.stores.base import AccessError, Entry, MissingKeyError, check_key
-from polyturn.storage.stores.local import draft_of
+from polyturn.storage.stores.local import write_pieces
 from polyturn.storage.stores.section import Section
 
 SCHEME = "memory-tier"
@@ -58,11 +58,7 @@ class MemoryTierStore:
     def get(self, key: str, file: Path, *, link: bool = False) -> None:
         """Receive a file, and compare its checksum."""
         _file_path(key)
-        with draft_of(file) as draft:
-            with draft.open("wb") as out:
-                for piece in self.chunks(key):
-                    out.write(piece)
-            draft.replace(file)
+        write_pieces(self.chunks(key), file)
 
     def read(self, key: str) -> bytes:
         """Content of a small file."""
