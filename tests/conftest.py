@@ -32,9 +32,12 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServed
         server.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
-    """VLLM in this process with a tiny random model, shared by all tests: whoever needs certain weights pushes them first."""
+    """VLLM in this process with a tiny random model, for all tests of a page: whoever needs certain weights pushes them first.
+
+    There can be one at a time, so a page that starts engines of its own must not ask for it.
+    """
     from parts.vllm_here import started, vllm_here
     from parts.vllm_served import tiny
 

@@ -6,7 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from parts.vllm_served import CONTEXT
+import torch
+
+from parts.vllm_served import CONTEXT, scores
 from polyturn.engine.vllm import VllmEngine
 from polyturn.engine.vllm_core import VllmSettings
 from polyturn.errors import EngineError
@@ -63,3 +65,28 @@ def started(engine: VllmEngine) -> VllmEngine:
     """Start an engine for tests that have loops of their own."""
     asyncio.run(engine.start())
     return engine
+
+
+PROMPTS = [(0, 7, 9), (0, 5), (3, 3, 8, 11, 20, 6, 1), (1, 2)]
+EXACT = 2e-5
+"""Of log-probabilities in float32."""
+
+
+def asking(**options) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 12, "seed": 1, "stop_ids": (4,)} | options))
+
+
+async def gap(engine: VllmEngine, model) -> float:
+    """The largest difference between the engine's log-probabilities and the model's."""
+    asked = [(prompt, asking(seed=seed)) for seed, prompt in enumerate(PROMPTS * 3)]
+    completions = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt, sampling in asked))
+    pairs = zip(asked, completions, strict=True)
+    return max(float((scores(model, prompt, c) - torch.tensor(c.engine_logprobs)).abs().max()) for (prompt, _), c in pairs)
+
+
+def change(model, seed: int) -> None:
+    """What an optimizer does: new values in the same tensors."""
+    make = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=make) * 0.05)

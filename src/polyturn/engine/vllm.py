@@ -90,8 +90,12 @@ class VllmEngine:
         """Build the engine. Raises MissingDependencyError, EngineError, DeadlineError."""
         if self._thread is None:
             thread = _Thread(self._settings)
-            async with deadline(self._start_deadline_s, "vLLM to start (engine.start_deadline_s)"):
-                await thread.started
+            try:
+                async with deadline(self._start_deadline_s, "vLLM to start (engine.start_deadline_s)"):
+                    await thread.started
+            except BaseException:
+                thread.end()  # one that comes up later gives back what it took
+                raise
             sys.setswitchinterval(SWITCH_S)
             self._thread = thread
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from polyturn.types import SamplingParams
 
 SUPPORTED = "0.26 to 0.32"
 """Versions of vLLM that this was tried with."""
+_ONE = threading.Lock()
+"""Held by the engine of this process."""
 _SET = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -71,9 +74,24 @@ class Sampled:
 
 
 class VllmCore:
-    """One engine. Everything is called by one thread. Raises MissingDependencyError, EngineError."""
+    """One engine; vLLM's process groups are the process's own, so there is one at a time. Everything is called by one thread.
+
+    Raises MissingDependencyError, EngineError.
+    """
 
     def __init__(self, settings: VllmSettings) -> None:
+        if not _ONE.acquire(blocking=False):
+            raise EngineError(
+                "there is a vLLM engine in this process already, and two would share process groups; stop it first, or use "
+                "engine.kind=vllm_server"
+            )
+        try:
+            self._build(settings)
+        except BaseException:
+            _ONE.release()
+            raise
+
+    def _build(self, settings: VllmSettings) -> None:
         prepare_process()
         try:
             from vllm import EngineArgs
@@ -221,9 +239,12 @@ class VllmCore:
         """Give back memory and process groups."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        self._core.shutdown()
-        del self.model, self._core, self._engine
-        cleanup_dist_env_and_memory()
+        try:
+            self._core.shutdown()
+            del self.model, self._core, self._engine
+            cleanup_dist_env_and_memory()
+        finally:
+            _ONE.release()
 
 
 def _pool_bytes(caches: Any) -> float | None:
