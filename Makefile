@@ -17,7 +17,7 @@ WORKERS ?= 2
 # Idle OpenMP threads would spin, and take the cores away from whoever works.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help venv smollm2 real vllm quickstart check test lint types imports unit test-real test-vllm format docs
+.PHONY: help venv smollm2 real vllm quickstart check test lint types imports unit test-real format docs
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,11 +79,8 @@ unit: venv
 	$(BIN)/python -m pytest -m "not real and not gpu" -n $(WORKERS)
 
 test-real: export OMP_NUM_THREADS := 1
-test-real: needs-data real ## The tests with real parts: minutes, and POLYTURN_DATA must name the data folder
+test-real: needs-data real vllm ## The tests with real parts: minutes, and POLYTURN_DATA must name the data folder
 	$(BIN)/python -m pytest -m "real and not gpu and not vllm" -n $(WORKERS) --dist loadfile --durations 10
-
-test-vllm: export OMP_NUM_THREADS := 1
-test-vllm: needs-data vllm ## The tests with real vLLM
 	$(VLLM_VENV)/bin/python -m pytest -m "vllm and not gpu" -n 0 --durations 10
 
 .PHONY: needs-data
