@@ -417,6 +417,16 @@ async def test_hf_is_not_served_before_its_start():
         await hf().generate((0, 7), asking())
 
 
+@pytest.mark.parametrize("wrong", [-1, 10_000])
+async def test_hf_refuses_an_id_outside_the_vocabulary_and_serves_the_next(wrong):
+    engine = hf()
+    await engine.start()
+    with pytest.raises(EngineError, match=f"a prompt has the id {wrong}, and the vocabulary ends at "):
+        await engine.generate((0, wrong), asking())
+    assert (await engine.generate((0, 7), asking())).ids
+    await engine.stop()
+
+
 async def test_hf_stop_fails_whatever_waits():
     engine = hf(max_batch_size=2)
     engine._generate = gate = Gate(engine._generate)

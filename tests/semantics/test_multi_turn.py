@@ -50,6 +50,7 @@ Order and noise
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import subprocess
@@ -64,6 +65,7 @@ from polyturn.engine.scripted import ScriptedEngine
 from polyturn.environments.base import StepResult
 from polyturn.errors import EngineError, EnvironmentSetupError
 from polyturn.processes.deadlines import deadline
+from polyturn.processes.tasks import left_behind
 from polyturn.rollouts import episode
 from polyturn.rollouts.driver import rollout_groups
 from polyturn.rollouts.episode import Sampling, play, request_seed
@@ -604,3 +606,41 @@ async def test_30_concurrency_and_order():
     assert {(s.temperature, s.top_k, s.stop_ids) for _, s in chosen.engine.requests} == {(0.7, 5, talk_renderer().stop_ids)}
     await settled()
     assert not other_tasks()
+
+
+async def test_31_an_environment_that_swallows_its_cancellation(monkeypatch):
+    monkeypatch.setattr(episode, "STUCK_S", SHORT_S)
+    release, closed = asyncio.Event(), []
+
+    class Deaf(Talk):
+        async def step(self, state, reply):
+            while not release.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await release.wait()
+            return await super().step(state, reply)
+
+        async def close(self, state):
+            closed.append(state)
+
+    limits = {"tool_deadline_s": SHORT_S, "trajectory_deadline_s": 2 * SHORT_S}
+    chosen = player(Deaf(), says(talk_renderer(), "answer(red)"), **limits)
+    (lost,) = (await asyncio.wait_for(play_group(chosen, size=1), 30)).trajectories
+    assert lost.fault == "talk.step of talk/0/0 went on after the trajectory's deadline of 0.1 s, though cancelled"
+    assert [turn.text for turn in lost.turns] == ["answer(red)"]
+    assert not closed, "nobody takes away what the tool still uses"
+    assert left_behind() == ["trajectory talk/0/0"]
+    assert not other_tasks(), "the end of the loop waits for nobody"
+    release.set()
+    await settled(50)
+    assert not left_behind()
+    assert len(closed) == 1
+    assert lost.end_reason == "fault"
+
+
+async def test_32_an_environment_that_cancels_the_task_it_runs_in():
+    async def step(*arguments):
+        asyncio.current_task().cancel()
+        await asyncio.sleep(FOREVER)
+
+    group = await play_group(player(Talk({"step": step}), says(talk_renderer(), "answer(red)")))
+    assert the_unlucky_one(group).fault == f"talk.step of talk/0/{UNLUCKY} cancelled the task that it ran in"

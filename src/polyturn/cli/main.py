@@ -81,8 +81,10 @@ def entry() -> NoReturn:
         traceback.print_exc()
         code = 1
     threads = sys.modules.get("polyturn.processes.threads")  # imported by those who start some
-    if threads is not None and threads.still_running():
-        # Python ends such a thread when it comes back, in the middle of native code, and that aborts the process.
+    tasks = sys.modules.get("polyturn.processes.tasks")
+    if (threads is not None and threads.still_running()) or (tasks is not None and tasks.left_behind()):
+        # Python ends such a thread when it comes back, in the middle of native code, and that aborts the process. A task that
+        # swallowed its cancellation would swallow the one by which Python collects it too, with a traceback.
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()

@@ -217,7 +217,7 @@ class RolloutSection(Section):
     turn_deadline_s: float = Field(default=120.0, gt=0)
     """An engine that takes longer for one turn is at fault."""
     trajectory_deadline_s: float = Field(default=600.0, gt=0)
-    """A trajectory that takes longer is at fault."""
+    """A trajectory that takes longer is at fault. An environment that then goes on though cancelled is left to itself."""
     mask_truncated: bool = False
     """Keep trajectories that hit a limit out of the training batch (they still count in their group's baseline)."""
     max_dropped_share: float = Field(default=0.1, ge=0, le=1)

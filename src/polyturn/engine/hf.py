@@ -123,6 +123,11 @@ class HfEngine:
             raise EngineError(
                 f"a request needs a prompt and room for a token; got {len(prompt_ids)} ids, max_tokens={sampling.max_tokens}"
             )
+        if min(prompt_ids) < 0 or max(prompt_ids) >= self.vocab_size:
+            wrong, last = min(prompt_ids) if min(prompt_ids) < 0 else max(prompt_ids), self.vocab_size - 1
+            raise EngineError(
+                f"a prompt has the id {wrong}, and the vocabulary ends at {last}: the tokenizer is not this model's"
+            )
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._unfinished.add(future)
         future.add_done_callback(self._unfinished.discard)

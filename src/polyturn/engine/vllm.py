@@ -347,7 +347,9 @@ def _refuse_impossible(prompt_ids: tuple[int, ...], sampling: SamplingParams, *,
         )
     if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
         wrong = min(prompt_ids) if min(prompt_ids) < 0 else max(prompt_ids)
-        raise EngineError(f"a prompt has the id {wrong}, and the vocabulary ends at {vocab_size - 1}")
+        raise EngineError(
+            f"a prompt has the id {wrong}, and the vocabulary ends at {vocab_size - 1}: the tokenizer is not this model's"
+        )
 
 
 def _words(error: BaseException) -> str:

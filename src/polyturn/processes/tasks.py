@@ -15,13 +15,35 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
+_left: set[asyncio.Task[Any]] = set()
+"""Tasks that were given up on, held so that none is collected half-way."""
+
+
+def leave_behind(task: asyncio.Task[Any]) -> None:
+    """Let a task that does not end once cancelled go on alone: nobody waits for it any more, nor does the end of the loop."""
+    asyncio.tasks._unregister_task(task)  # how asyncio documents it for tasks of one's own; `asyncio.run` waits for the others
+    _left.add(task)
+    task.add_done_callback(_forget)
+
+
+def left_behind() -> list[str]:
+    """Tasks that were given up on and have not ended. The process can't end in good order while there are any."""
+    return sorted(task.get_name() for task in _left)
+
+
+def _forget(task: asyncio.Task[Any]) -> None:
+    _left.discard(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.warning("%s, which was given up on, failed: %s: %s", task.get_name(), type(error).__name__, error)
+
 
 class TaskSet:
     """`async with TaskSet("rollouts") as tasks: tasks.start(...)`: the block ends when all of them have.
 
     A task that fails interrupts the block and cancels the others, and its error, as it is, comes out of the block; later
     errors are logged. An error of the block cancels all tasks. Tasks started with `background=True` don't keep the block
-    open: they are cancelled at its end. A cancelled task has `grace_s` to clean up, then DeadlineError names it.
+    open: they are cancelled at its end. A cancelled task has `grace_s` to clean up, then DeadlineError names it, and it is left
+    behind.
     """
 
     def __init__(self, what: str, *, grace_s: float = 10.0) -> None:
@@ -92,6 +114,8 @@ class TaskSet:
         _, left = await asyncio.wait(running, timeout=self._grace_s) if running else (set(), set())
         if not left:
             return None
+        for task in left:
+            leave_behind(task)
         names = ", ".join(sorted(task.get_name() for task in left))
         stuck = f"waited {self._grace_s:g} s for {names} of {self._what} to end after being cancelled, and they did not"
         _log.warning(stuck)

@@ -20,6 +20,7 @@ from polyturn.environments.base import Environment, Reply, StepResult
 from polyturn.environments.calls import call, checked_outcome, checked_step
 from polyturn.errors import DeadlineError, EngineError, EnvironmentSetupError, PolyturnError, ResourceError, TrainingError
 from polyturn.processes.deadlines import deadline
+from polyturn.processes.tasks import leave_behind
 from polyturn.rendering.renderer import Conversation, Renderer
 from polyturn.rollouts.barrier import TurnBarrier
 from polyturn.types import Completion, EndReason, SamplingParams, Task, Trajectory, Turn
@@ -63,6 +64,10 @@ class Player:
     """Names the run and the step: with task, sibling and turn it fixes the noise of every request."""
 
 
+STUCK_S = 10.0
+"""How much longer than its deadline a trajectory may take to end before it is left behind."""
+
+
 class Fault(PolyturnError):
     """A reason outside the model's action; never leaves this module."""
 
@@ -76,13 +81,47 @@ def request_seed(*parts: object) -> int:
 async def play(player: Player, task: Task, sibling: int, barrier: TurnBarrier | None = None) -> Trajectory:
     """Play `task` once. Always returns a trajectory, faults included.
 
+    An environment that swallows its cancellation, so that its deadline passes without effect, loses the trajectory
+    `STUCK_S` after the trajectory's own deadline; what is stuck is left behind.
+
     Raises:
         ResourceError, TrainingError: what must end the run.
     """
     episode = _Episode(player, task, sibling, barrier)
-    limit_s = player.limits.trajectory_deadline_s
+    limits = player.limits
+    playing = asyncio.create_task(_played(episode), name=f"trajectory {episode.name}")
     try:
-        async with deadline(limit_s, f"trajectory {task.id}/{sibling}"):
+        await asyncio.wait({playing}, timeout=limits.trajectory_deadline_s + limits.tool_deadline_s + STUCK_S)
+    finally:
+        await _ended(playing, episode, limits.tool_deadline_s + STUCK_S)
+    what = f"{player.environment.name}.{episode.asked} of {episode.name}"
+    if not playing.done():
+        episode.fault(f"{what} went on after the trajectory's deadline of {limits.trajectory_deadline_s:g} s, though cancelled")
+    elif playing.cancelled():
+        episode.fault(f"{what} cancelled the task that it ran in")
+    else:
+        playing.result()
+    return episode.trajectory()
+
+
+async def _ended(playing: asyncio.Task[None], episode: _Episode, limit_s: float) -> None:
+    """Cancel what still runs; after `limit_s` it is left behind."""
+    if not playing.done():
+        playing.cancel()
+        await asyncio.wait({playing}, timeout=limit_s)
+        if not playing.done():
+            _log.warning("%s goes on after being cancelled, and is left behind", playing.get_name())
+            leave_behind(playing)
+            if episode.barrier is not None:
+                episode.barrier.leave(episode.name)
+        elif not playing.cancelled():
+            playing.exception()  # whoever cancelled us doesn't want it
+
+
+async def _played(episode: _Episode) -> None:
+    name, barrier = episode.name, episode.barrier
+    try:
+        async with deadline(episode.player.limits.trajectory_deadline_s, f"trajectory {name}"):
             await episode.run()
     except DeadlineError as error:
         episode.fault(str(error))
@@ -92,13 +131,12 @@ async def play(player: Player, task: Task, sibling: int, barrier: TurnBarrier | 
         raise
     except Exception as error:
         # Ours, or the chat template's: one trajectory is lost, and the log says where.
-        _log.warning("trajectory %s/%s is lost", task.id, sibling, exc_info=True)
+        _log.warning("trajectory %s is lost", name, exc_info=True)
         episode.fault(f"{type(error).__name__}: {error}")
     finally:
         if barrier is not None:
-            barrier.leave(episode.name)
+            barrier.leave(name)
         await episode.close()
-    return episode.trajectory()
 
 
 class _Episode:
@@ -117,6 +155,8 @@ class _Episode:
         self.reason: str | None = None
         self.state: Any = None
         self.opened = False
+        self.asked = "setup"
+        """The environment's method that was called last."""
 
     async def run(self) -> None:
         environment = self.player.environment
@@ -180,7 +220,7 @@ class _Episode:
         self, what: str, method: Callable[..., Any], *arguments: Any, check: Callable[[object, str], Any] | None = None
     ) -> Any:
         """Call a method of the environment; whatever goes wrong in it, or with what it returns, is a fault with a reason."""
-        name = f"{self.player.environment.name}.{what}"
+        name, self.asked = f"{self.player.environment.name}.{what}", what
         cancellations = _cancellations()
         try:
             async with deadline(self.player.limits.tool_deadline_s, f"{name} of {self.name}"):
@@ -204,8 +244,10 @@ class _Episode:
 
     async def close(self) -> None:
         if self.opened:
+            before = self.asked
             try:
                 await self._ask("close", self.player.environment.close, self.state)
+                self.asked = before
             except Fault as fault:
                 self.fault(str(fault))
 

@@ -11,7 +11,7 @@ import pytest
 
 from polyturn.errors import DeadlineError
 from polyturn.processes import deadlines
-from polyturn.processes.tasks import TaskSet
+from polyturn.processes.tasks import TaskSet, left_behind
 
 FOREVER = 3600.0
 
@@ -163,8 +163,12 @@ async def test_a_task_that_does_not_end_is_named():
         async with TaskSet("watchers", grace_s=0.05) as tasks:
             tasks.start(stubborn(), "stubborn one", background=True)
             await asyncio.sleep(0.01)
+    assert left_behind() == ["stubborn one"]
+    assert not others(), "the end of the loop does not wait for it"
     release.set()
-    await asyncio.gather(*others())
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not left_behind()
 
 
 async def test_tasks_may_start_tasks_until_all_have_ended():
