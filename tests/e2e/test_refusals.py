@@ -36,6 +36,12 @@ def test_a_device_that_is_not_there_is_found_before_a_warm_start(bench, monkeypa
     one_sentence(bench("train", "trainer.device=cuda:7", "model.path=builtin:tiny"), 2, "this machine has")
 
 
+def test_a_weight_for_a_component_that_nobody_scores(bench):
+    ended = bench("train", "environment.reward_weights={anser: 2.0}", "evaluation.episodes=0", f"run.output_dir={bench.runs}")
+    says = "environment.reward_weights has anser, on which no trajectory of the first step was scored; did you mean answer?"
+    one_sentence(ended, 2, says)
+
+
 def test_a_model_made_for_fewer_tokens(bench, colours_model):
     folder = bench.folder / "small"
     folder.mkdir()

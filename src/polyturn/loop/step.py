@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from polyturn.advantages.base import MIN_SIBLINGS, GroupAdvantages
 from polyturn.config.schema import Recipe, filled
 from polyturn.engine.base import Engine
 from polyturn.environments.base import Environment
-from polyturn.errors import SampleError, TooManyDroppedError
+from polyturn.errors import ConfigError, SampleError, TooManyDroppedError, nearest
 from polyturn.loop.parts import component_weights
 from polyturn.rendering.renderer import Renderer
 from polyturn.rollouts.driver import rollout_groups
@@ -21,6 +22,8 @@ from polyturn.trajectories.assemble import assemble
 from polyturn.trajectories.pack import pack
 from polyturn.trajectories.sharing import Sharing
 from polyturn.types import Task, TrainBatch, TrainSample, Trajectory, TrajectoryGroup
+
+_log = logging.getLogger(__name__)
 
 
 def player_for(
@@ -60,6 +63,26 @@ async def make_groups(
         deterministic=recipe.engine.deterministic,
         on_done=on_done,
     )
+
+
+def refuse_unknown_weights(recipe: Recipe, groups: Sequence[TrajectoryGroup]) -> None:
+    """Raise ConfigError for a name in `environment.reward_weights` that no trajectory of `groups` was scored on.
+
+    A misspelt name would leave its component at a weight of 1. A component that sometimes can't be told is there all the same,
+    as None. Parts of a mix need not all come up in one step, so there a warning must do.
+    """
+    valid = [trajectory for group in groups for trajectory in group.valid]
+    known = {name for trajectory in valid for full in trajectory.outcome for name in (full, full.partition("/")[0])}
+    unknown = sorted(set(recipe.environment.reward_weights) - known) if known else []
+    if not unknown:
+        return
+    sentence = (
+        f"environment.reward_weights has {', '.join(unknown)}, on which no trajectory of the first step was scored; "
+        f"{nearest(unknown[0], known)}"
+    )
+    if not recipe.data.mix:
+        raise ConfigError(sentence)
+    _log.warning(sentence)
 
 
 @dataclass(slots=True)

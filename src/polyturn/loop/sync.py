@@ -30,7 +30,7 @@ from polyturn.loop.place import Place, unseen
 from polyturn.loop.restore import loop_state, restore_randomness, restore_trainer, with_weights
 from polyturn.loop.resume import LOCK_WAIT_S, resume_of
 from polyturn.loop.saving import Saving
-from polyturn.loop.step import BatchReport, DropGuard, build_batches, make_groups, player_for
+from polyturn.loop.step import BatchReport, DropGuard, build_batches, make_groups, player_for, refuse_unknown_weights
 from polyturn.loop.stopping import Stopping, StopRequested
 from polyturn.loop.tasks import authors_code, open_stream
 from polyturn.metrics.run_folder import RunFolder
@@ -234,6 +234,8 @@ async def train_step(run: Run, step: int) -> None:
     what = f"the rollout of step {step}: {len(tasks)} groups of {recipe.rollout.group_size}"
     with spans.span("rollout"), run.place.waiting(what):
         groups = await run.stopping.unless(make_groups(recipe, player, tasks))
+    if step == 1:
+        refuse_unknown_weights(recipe, groups)
     credit = run.checked.estimator(groups)
     batches, report = build_batches(recipe, groups, credit, run.trainer.sharing)
     save_trajectories(run, step, groups, credit)

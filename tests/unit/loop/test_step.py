@@ -8,9 +8,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from polyturn.config.schema import Recipe
-from polyturn.errors import TooManyDroppedError
-from polyturn.loop.step import BatchReport, DropGuard, build_batches
+from polyturn.config.schema import MixEntry, Recipe
+from polyturn.errors import ConfigError, TooManyDroppedError
+from polyturn.loop.step import BatchReport, DropGuard, build_batches, refuse_unknown_weights
 from polyturn.loop.sync import rollout_metrics
 from polyturn.types import TrajectoryGroup
 from unit.loop.makers import make_credit, make_group, make_recipe, make_task, make_trajectory, make_turn
@@ -23,6 +23,38 @@ def healthy(name: str = "0", *, size: int = 4, turns: int = 2) -> TrajectoryGrou
 
 def batches_of(groups, credit, recipe: Recipe | None = None):
     return build_batches(recipe or make_recipe(), groups, credit)
+
+
+# ── weights of components ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def scored(*outcomes) -> list[TrajectoryGroup]:
+    return [make_group(*(replace(make_trajectory(i), outcome=outcome) for i, outcome in enumerate(outcomes)))]
+
+
+def weighing(**sections) -> Recipe:
+    return make_recipe(environment={"reward_weights": {"judge": 2.0, "judge/tone": 0.5, "style": 0.0}}, **sections)
+
+
+def test_a_weight_is_known_by_its_component_or_by_the_name_before_the_slash():
+    refuse_unknown_weights(weighing(), scored({"answer": 1.0, "style": None}, {"judge/tone": 0.3}))
+
+
+def test_a_weight_that_nothing_bears_ends_the_run():
+    with pytest.raises(ConfigError, match=r"reward_weights has judge, judge/tone, .*; did you mean judges\?"):
+        refuse_unknown_weights(weighing(), scored({"judges": 1.0, "style": None}))
+
+
+def test_in_a_mix_it_is_a_warning(caplog):
+    recipe = weighing()
+    mix = (MixEntry(environment="parts.environments:Colours"),)
+    mixed = recipe.model_copy(update={"data": recipe.data.model_copy(update={"mix": mix})})
+    refuse_unknown_weights(mixed, scored({"style": 1.0}))
+    assert "reward_weights has judge, judge/tone" in caplog.text
+
+
+def test_where_everything_was_lost_nothing_is_known_of_weights():
+    refuse_unknown_weights(weighing(), [make_group(make_trajectory(0, fault="gone"), make_trajectory(1, fault="gone"))])
 
 
 # ── batches ────────────────────────────────────────────────────────────────────────────────────────────────────────────
