@@ -11,7 +11,7 @@ from parts.vllm_served import PushedVllm, needs_vllm, scores
 from parts.vllm_served import tiny as vllm_tiny
 from polyturn.engine.hf import HfEngine
 from polyturn.engine.server import EngineServer
-from polyturn.errors import DeadlineError, EngineError, ResourceError, WeightSyncError
+from polyturn.errors import DeadlineError, EngineError, ResourceError, WeightMismatchError, WeightSyncError
 from polyturn.models.tiny import build_tiny
 from polyturn.types import SamplingParams
 from polyturn.weight_sync.base import WholeWeights
@@ -181,7 +181,7 @@ def keep_the_old_norm(own):
     ("spoil", "name"), [(flip_one_bit, "layer.q"), (swap_two_values, "embed"), (keep_the_old_norm, "norm")]
 )
 async def test_a_push_that_arrives_changed_is_found(bridge_of, spoil, name):
-    with pytest.raises(WeightSyncError, match=f"push 2 .* 1 of 4 tensors, first {name}"):
+    with pytest.raises(WeightMismatchError, match=f"push 2 .* 1 of 4 tensors, first {name}"):
         await bridge_of(weights(), Target(spoil)).push(2)
 
 
@@ -194,7 +194,7 @@ async def test_checksums_at_the_first_push_and_every_nth(bridge_of):
         target.spoil = flip_one_bit if version else None
         try:
             await bridge.push(version)
-        except WeightSyncError:
+        except WeightMismatchError:
             found.append(version)
             target.spoil = None
             await bridge.push(version)
@@ -205,7 +205,7 @@ async def test_a_failed_push_is_verified_when_it_is_tried_again(bridge_of):
     target = Target(flip_one_bit)
     bridge = bridge_of(weights(), target, verify_every=100)
     for _ in range(2):
-        with pytest.raises(WeightSyncError):
+        with pytest.raises(WeightMismatchError):
             await bridge.push(0)
 
 

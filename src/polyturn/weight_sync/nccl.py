@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from polyturn.errors import DeadlineError, PolyturnError, WeightSyncError
+from polyturn.errors import DeadlineError, PolyturnError, WeightMismatchError, WeightSyncError
 from polyturn.processes.deadlines import deadline
 from polyturn.processes.json_http import AskError, JsonClient
 from polyturn.processes.tasks import TaskSet
@@ -263,7 +263,7 @@ class NcclBridge:
         for url, theirs in zip(self._urls, await self._each("checksums", WeightServer.checksums, version), strict=True):
             try:
                 check_sums(sums, theirs, version, f" at {url}")
-            except WeightSyncError as error:
+            except WeightMismatchError as error:
                 self._wrong.add(url)
                 errors.append(error)
         if errors:

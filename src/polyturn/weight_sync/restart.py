@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from polyturn.errors import WeightSyncError
+from polyturn.errors import WeightMismatchError, WeightSyncError
 from polyturn.weight_sync.probe import Probe
 from polyturn.weight_sync.pushing import Pushing, say_probed
 from polyturn.weight_sync.saved import SavedFolders
@@ -95,6 +95,6 @@ class RestartBridge:
             if await pushing.compare(self._weights()):
                 return True
             say_probed("an engine server can't compare checksums")
-        except WeightSyncError:
+        except WeightMismatchError:
             pass  # they began with other weights than the trainer has
         return False

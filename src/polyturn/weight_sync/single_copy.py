@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from polyturn.errors import WeightSyncError
+from polyturn.errors import WeightMismatchError, WeightSyncError
 from polyturn.weight_sync.base import check_coverage, confirmed
 
 
@@ -72,10 +72,10 @@ class SingleCopyBridge:
             )
 
     def _check(self, own: Mapping[str, Tensor]) -> None:
-        """Raise WeightSyncError unless every parameter is still the engine's tensor."""
+        """Raise WeightMismatchError unless every parameter is still the engine's tensor."""
         for name, parameter in self._model.named_parameters():
             if parameter.data_ptr() != own[name].data_ptr():
-                raise WeightSyncError(
+                raise WeightMismatchError(
                     f"{name} is no view of the engine's tensor any more: something gave the trainer's model new tensors, and "
                     "the engine would go on with the old ones"
                 )
