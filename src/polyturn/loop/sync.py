@@ -259,6 +259,8 @@ async def train_batches(run: Run, batches: Sequence[TrainBatch]) -> dict[str, fl
     """The trainer's step, in a thread; nothing to do when every group was filtered out."""
     if not batches:
         return {}
+    with run.place.waiting("the engine to answer nobody while weights change", run.checked.recipe.weight_sync.deadline_s):
+        await run.bridge.hold(run.trainer.version + 1)
     limit_s, what = run.checked.recipe.trainer.step_deadline_s, "the trainer's step (trainer.step_deadline_s)"
     with run.place.waiting(what, limit_s):
         return await in_thread_within(limit_s, what, run.trainer.train, batches)

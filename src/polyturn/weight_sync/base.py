@@ -65,6 +65,11 @@ class WeightBridge(Protocol):
             DeadlineError: it took longer than its deadline.
         """
 
+    async def hold(self, version: int) -> None:
+        """Called before the trainer steps; the push of `version` follows. Where that changes what the engine computes with, it
+        answers nobody from when this returns until the push does. Raises as `push` does.
+        """
+
     async def close(self) -> None:
         """Give back what pushes took. Safe to call twice."""
 

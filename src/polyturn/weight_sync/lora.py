@@ -70,6 +70,9 @@ class LoraBridge:
         await self._pushing.run(version, lambda: self._push(version))
         self._pushes += 1
 
+    async def hold(self, version: int) -> None:
+        """Nothing: the engine's weights are its own."""
+
     async def close(self) -> None:
         """Unload the adapters where that can be done at once, close the connections, remove the files."""
         for name in self._names:

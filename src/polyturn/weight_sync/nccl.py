@@ -108,6 +108,9 @@ class NcclBridge:
         self._pushes += 1
         self._confirmed = version
 
+    async def hold(self, version: int) -> None:
+        """Nothing: the engine's weights are its own."""
+
     async def close(self) -> None:
         """Leave the group and close the connections. A later push meets anew."""
         await self._leave()

@@ -34,7 +34,7 @@ class Pushing:
         self._waiting: set[str] = set()
 
     async def run(self, version: int, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Await `work()` as push `version`. Raises WeightSyncError, WeightMismatchError or DeadlineError."""
+        """Await `work()` as push `version` or a part of it. Raises WeightSyncError, WeightMismatchError or DeadlineError."""
         self.version = version
         plural = "s" * (len(self.servers) > 1)
         try:

@@ -54,6 +54,9 @@ class RestartBridge:
         self._pushes += 1
         self._confirmed = version
 
+    async def hold(self, version: int) -> None:
+        """Nothing: the engine's weights are its own."""
+
     async def close(self) -> None:
         """Close the connections and remove the saved weights."""
         await self._pushing.client.close()
