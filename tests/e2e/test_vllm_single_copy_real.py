@@ -103,3 +103,142 @@ async def test_the_optimizers_step_is_the_push(server):
         assert set(greedy.policy_versions) == {3}
         logits = one.model(input_ids=torch.tensor([[*PROMPTS[0], *greedy.ids]])).logits[0, len(PROMPTS[0]) - 1 : -1]
         assert logits.argmax(-1).tolist() == list(greedy.ids)
+
+
+async def test_nobody_is_answered_while_weights_change(server):
+    async with Shared(server, tiny(22)) as one:
+        await one.bridge.push(0)
+        await one.bridge.hold(1)
+        waiting = [asyncio.create_task(one.engine.generate(prompt, asking(seed=3))) for prompt in PROMPTS]
+        await asyncio.sleep(0.5)
+        assert not any(task.done() for task in waiting)
+        step(one.model, 7)
+        await one.bridge.push(1)
+        for prompt, completion in zip(PROMPTS, await asyncio.gather(*waiting), strict=True):
+            assert set(completion.policy_versions) == {1}
+            told = torch.tensor(completion.engine_logprobs)
+            assert float((scores(one.model, prompt, completion) - told).abs().max()) < EXACT
+
+
+async def test_keys_and_values_of_older_weights_serve_nobody(server):
+    long = tuple(range(5, 24)) * 8
+    body = {"token_ids": list(long), "sampling_params": {"temperature": 1.0, "max_tokens": 8, "seed": 3, "logprobs": 0}}
+
+    async def difference(model) -> float:
+        (choice,) = (await server.ask("POST", "/inference/v1/generate", body))["choices"]
+        theirs = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
+        return float((logprobs_of(model, long, choice["token_ids"]) - theirs).abs().max())
+
+    async with Shared(server, tiny(23)) as one:
+        await one.bridge.push(0)
+        assert await difference(one.model) < EXACT
+        await one.bridge.hold(1)
+        step(one.model, 9)
+        await one.bridge.push(1)
+        assert await difference(one.model) < EXACT
+
+
+async def test_a_layer_that_computes_with_another_copy_is_found(server):
+    """The trainer's view is swapped for a copy, unseen: the server goes on with what it has."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    async with Shared(server, tiny(24)) as one:
+        await one.bridge.push(0)
+        await one.bridge.hold(1)
+        weight = one.model.get_parameter(name)
+        weight.data = weight.data.clone()
+        own = one.bridge._own
+        one.bridge._own = {**own, name: weight.data}
+        step(one.model, 5)
+        with pytest.raises(WeightMismatchError, match=rf"after push 1 .* differs .* in 1 of 21 tensors, first {name};"):
+            await one.bridge.push(1)
+        assert (await server.ask("GET", "/is_paused"))["is_paused"]
+        one.bridge._own, weight.data = own, own[name]
+        await one.bridge.push(2)
+        assert await one.gap() < EXACT
+
+
+async def test_the_probe_sees_it_without_checksums(server):
+    async with Shared(server, tiny(25)) as one:
+        await one.bridge.push(0)
+        one.bridge._pushing.compare = lambda weights: asyncio.sleep(0, True)
+        await one.bridge.hold(1)
+        for parameter in one.model.parameters():
+            parameter.data = parameter.data.clone()
+        one.bridge._own = {name: parameter.data for name, parameter in one.model.named_parameters()}
+        with torch.no_grad():
+            one.model.model.embed_tokens.weight.add_(torch.randn(one.model.model.embed_tokens.weight.shape))
+        with pytest.raises(WeightMismatchError, match=r"log-probabilities that differ from the\s+trainer's by"):
+            await one.bridge.push(1)
+
+
+async def test_what_does_not_fit_is_refused_and_the_server_answers_on(server):
+    async with Shared(server, tiny(26)) as one:
+        await one.bridge.push(0)
+        missing = tiny(26)
+        del missing.model.norm.weight
+        for model, said in (
+            (missing, r"20 of the engine's 21 tensors; missing: \['model\.norm\.weight'\]"),
+            (tiny(26).bfloat16(), r"bfloat16 on cpu in the trainer and torch\.float32 on cpu"),
+        ):
+            other = SingleCopyServerBridge(server.url, model, verify_every=1, deadline_s=60.0, token=TOKEN)
+            with pytest.raises(WeightSyncError, match=said):
+                await other.push(1)
+            await other.close()
+        assert await one.gap() < EXACT
+
+
+async def test_a_server_that_packs_its_weights_is_refused(vllm_server):
+    bridge = SingleCopyServerBridge(vllm_server.url, tiny(27), verify_every=1, deadline_s=60.0, token=TOKEN)
+    with pytest.raises(WeightSyncError, match=r"vLLM keeps \d+ tensors in a form of its own.*: model\.layers|lm_head"):
+        await bridge.push(1)
+    await bridge.close()
+
+
+async def test_a_trainer_that_was_lost_leaves_a_server_for_the_next_run(server):
+    lost = Shared(server, tiny(28))
+    await lost.engine.start()
+    await lost.bridge.push(5)
+    await lost.bridge.hold(6)
+    async with Shared(server, tiny(29)) as second:
+        await second.bridge.push(0)
+        assert await second.gap() < EXACT
+        with pytest.raises(WeightSyncError, match="shares its weights with another run by now"):
+            await lost.bridge.hold(6)
+    await lost.__aexit__()
+
+
+def worker_of(server) -> list[int]:
+    """The processes of the server's group that are not its API server."""
+    group, found = os.getpgid(server.process.pid), []
+    for pid in all_pids():
+        with contextlib.suppress(ProcessLookupError):
+            if pid != server.process.pid and os.getpgid(pid) == group:
+                found.append(pid)
+    return found
+
+
+async def test_a_server_that_hangs_is_named_within_the_deadline(server):
+    async with Shared(server, tiny(30), deadline_s=4.0) as one:
+        await one.bridge.push(0)
+        workers = worker_of(server)
+        for pid in workers:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(DeadlineError, match=rf"4 s for weight push 1 .*in pause, it waited for {server.url}"):
+                await one.bridge.hold(1)
+        finally:
+            for pid in workers:
+                os.kill(pid, signal.SIGCONT)
+
+
+async def test_a_server_that_was_killed_is_named_and_leaves_nothing(server):
+    before = set(Path("/dev/shm").glob("polyturn*"))
+    async with Shared(server, tiny(31)) as one:
+        await one.bridge.push(0)
+        os.killpg(server.process.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"was killed by signal 9 .*while it served"):
+            await asyncio.wait_for(server.process.ended(), 30)
+        with pytest.raises(WeightSyncError, match=rf"push 1 failed in pause: {server.url}/pause\S* can't be reached"):
+            await one.bridge.hold(1)
+        assert set(Path("/dev/shm").glob("polyturn*")) == before
+        logprobs_of(one.model, PROMPTS[0], [1, 2])  # its memory is still there

@@ -136,8 +136,8 @@ def no_single_copy(recipe: Recipe) -> str | None:
         return "engine.urls are servers of others, which keep their memory to themselves; use nccl"
     if engine.tensor_parallel_size > 1:
         return (
-            f"the trainer's weights would be the parts that engine.tensor_parallel_size={engine.tensor_parallel_size} cuts them "
-            "into, and its layers compute with whole ones; use nccl, or engine.tensor_parallel_size=1"
+            f"the trainer's weights would be the parts that engine.tensor_parallel_size={engine.tensor_parallel_size} cuts "
+            "them into, and its layers compute with whole ones; use nccl, or engine.tensor_parallel_size=1"
         )
     if trainer.parallel == "fsdp2":
         return (

@@ -97,7 +97,7 @@ def check_coverage(source: Mapping[str, torch.Tensor], target: Mapping[str, torc
     if missing or extra:
         raise WeightSyncError(
             f"a weight push covers {len(target) - len(missing)} of the engine's {len(target)} tensors; "
-            f"missing: {missing[:3]}, unknown to the engine: {extra[:3]}"
+            f"missing: {missing[:MOST_NAMED]}, unknown to the engine: {extra[:MOST_NAMED]}"
         )
     for name, tensor in target.items():
         if source[name].shape != tensor.shape:
