@@ -18,6 +18,7 @@ from polyturn.types import SamplingParams
 from polyturn.weight_sync.base import WholeWeights
 from polyturn.weight_sync.in_process import InProcessBridge
 from polyturn.weight_sync.nccl import NcclBridge
+from polyturn.weight_sync.single_copy import SharedModel
 from polyturn.weight_sync.single_copy_server import SingleCopyServerBridge
 
 
@@ -121,7 +122,7 @@ class Shared:
     async def push(self, version):
         if self.bridge is None:
             await self.server.start()
-            self.bridge = SingleCopyServerBridge(self.server.url, module_of(self.source), **self.options)
+            self.bridge = SingleCopyServerBridge([self.server.url], SharedModel(module_of(self.source)), **self.options)
         await self.bridge.hold(version)
         await self.bridge.push(version)
 

@@ -19,6 +19,7 @@ from polyturn.errors import DeadlineError, EngineError, WeightMismatchError, Wei
 from polyturn.processes.descendants import all_pids
 from polyturn.types import SamplingParams
 from polyturn.weight_sync.probe import Probe
+from polyturn.weight_sync.single_copy import SharedModel
 from polyturn.weight_sync.single_copy_server import SingleCopyServerBridge
 
 pytestmark = needs_vllm
@@ -50,7 +51,8 @@ class Shared:
         probe = Probe(score=lambda prompt, ids: logprobs_of(model, prompt, ids).tolist(), limit=0.3, vocab_size=24)
         usual = {"verify_every": 1, "deadline_s": 60.0, "token": TOKEN, "probe": probe}
         usual |= {"on_confirmed": self.engine.confirmed} | options
-        self.bridge = SingleCopyServerBridge(server.url, model, **usual)
+        self.shared = SharedModel(model)
+        self.bridge = SingleCopyServerBridge([server.url], self.shared, **usual)
 
     async def __aenter__(self):
         await self.engine.start()
@@ -146,13 +148,13 @@ async def test_a_layer_that_computes_with_another_copy_is_found(server):
         await one.bridge.hold(1)
         weight = one.model.get_parameter(name)
         weight.data = weight.data.clone()
-        own = one.bridge._own
-        one.bridge._own = {**own, name: weight.data}
+        own = one.shared._own
+        one.shared._own = {**own, name: weight.data}
         step(one.model, 5)
         with pytest.raises(WeightMismatchError, match=rf"after push 1 .* differs .* in 1 of 21 tensors, first {name};"):
             await one.bridge.push(1)
         assert (await server.ask("GET", "/is_paused"))["is_paused"]
-        one.bridge._own, weight.data = own, own[name]
+        one.shared._own, weight.data = own, own[name]
         await one.bridge.push(2)
         assert await one.gap() < EXACT
 
@@ -164,7 +166,7 @@ async def test_the_probe_sees_it_without_checksums(server):
         await one.bridge.hold(1)
         for parameter in one.model.parameters():
             parameter.data = parameter.data.clone()
-        one.bridge._own = {name: parameter.data for name, parameter in one.model.named_parameters()}
+        one.shared._own = {name: parameter.data for name, parameter in one.model.named_parameters()}
         with torch.no_grad():
             one.model.model.embed_tokens.weight.add_(torch.randn(one.model.model.embed_tokens.weight.shape))
         with pytest.raises(WeightMismatchError, match=r"log-probabilities that differ from the\s+trainer's by"):
@@ -180,7 +182,7 @@ async def test_what_does_not_fit_is_refused_and_the_server_answers_on(server):
             (missing, r"20 of the engine's 21 tensors; missing: \['model\.norm\.weight'\]"),
             (tiny(26).bfloat16(), r"bfloat16 on cpu in the trainer and torch\.float32 on cpu"),
         ):
-            other = SingleCopyServerBridge(server.url, model, verify_every=1, deadline_s=60.0, token=TOKEN)
+            other = SingleCopyServerBridge([server.url], SharedModel(model), verify_every=1, deadline_s=60.0, token=TOKEN)
             with pytest.raises(WeightSyncError, match=said):
                 await other.push(1)
             await other.close()
@@ -188,7 +190,7 @@ async def test_what_does_not_fit_is_refused_and_the_server_answers_on(server):
 
 
 async def test_a_server_that_packs_its_weights_is_refused(vllm_server):
-    bridge = SingleCopyServerBridge(vllm_server.url, tiny(27), verify_every=1, deadline_s=60.0, token=TOKEN)
+    bridge = SingleCopyServerBridge([vllm_server.url], SharedModel(tiny(27)), verify_every=1, deadline_s=60.0, token=TOKEN)
     with pytest.raises(WeightSyncError, match=r"vLLM keeps \d+ tensors in a form of its own.*: model\.layers|lm_head"):
         await bridge.push(1)
     await bridge.close()

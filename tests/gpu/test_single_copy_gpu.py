@@ -17,6 +17,7 @@ from parts.vllm_served import TOKEN, VllmServed, logprobs_of, needs_vllm
 from polyturn.types import SamplingParams
 from polyturn.weight_sync.base import checksum
 from polyturn.weight_sync.shared_tensors import SharedTensors
+from polyturn.weight_sync.single_copy import SharedModel
 from polyturn.weight_sync.single_copy_server import SingleCopyServerBridge
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -97,7 +98,7 @@ async def test_the_optimizers_step_is_the_push_on_a_gpu(server):
     await engine.start()
     held = torch.cuda.memory_allocated()
     bridge = SingleCopyServerBridge(
-        server.url, model, verify_every=1, deadline_s=120, token=TOKEN, on_confirmed=engine.confirmed
+        [server.url], SharedModel(model), verify_every=1, deadline_s=120, token=TOKEN, on_confirmed=engine.confirmed
     )
     for version in range(3):
         await bridge.hold(version)

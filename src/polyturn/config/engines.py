@@ -139,15 +139,15 @@ def no_single_copy(recipe: Recipe) -> str | None:
             f"the trainer's weights would be the parts that engine.tensor_parallel_size={engine.tensor_parallel_size} cuts "
             "them into, and its layers compute with whole ones; use nccl, or engine.tensor_parallel_size=1"
         )
-    if trainer.parallel == "fsdp2":
+    if trainer.parallel not in ("auto", "single", "ddp"):
         return (
-            "trainer.parallel=fsdp2 cuts every weight into shards of its own, which can't be views of a server's tensors, "
-            "neither whole nor cut for tensor parallelism; use nccl"
+            f"trainer.parallel={trainer.parallel} cuts every weight into shards of its own, which can't be views of a server's "
+            "tensors, neither whole nor cut for tensor parallelism; use nccl"
         )
-    if trainer.num_ranks > 1 or engine.num_servers > 1:
+    if trainer.num_ranks != engine.num_servers:
         return (
-            f"weights are one copy of one rank and one server, and there are trainer.num_ranks={trainer.num_ranks} and "
-            f"engine.num_servers={engine.num_servers}; use nccl, or one of each"
+            f"every rank shares with a server of its own, and there are trainer.num_ranks={trainer.num_ranks} and "
+            f"engine.num_servers={engine.num_servers}; use nccl, or as many of both"
         )
     if engine.dtype not in ("auto", recipe.model.dtype):
         return f"the engine has weights of another type, engine.dtype={engine.dtype}; use nccl, or engine.dtype=auto"

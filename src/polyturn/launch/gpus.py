@@ -60,10 +60,10 @@ def place(recipe: Recipe, gpus: Sequence[str]) -> Placement:
     left = tuple(number for number in free if number not in first)
     last = (engine.devices or left[len(left) - num_engines :]) if num_engines else ()
     both = sorted(set(first) & set(last))
-    if engine.kind == "vllm_server" and recipe.weight_sync.mode == "single_copy" and set(first) != set(last):
+    if engine.kind == "vllm_server" and recipe.weight_sync.mode == "single_copy" and tuple(first) != tuple(last):
         raise ConfigError(
             f"trainer.devices={list(first)} and engine.devices={list(last)}: weight_sync.mode=single_copy is one copy of the "
-            f"weights on one GPU; set both to {list(first)}, or use weight_sync.mode=nccl"
+            f"weights for rank and server of one GPU; set both to {list(first)}, or use weight_sync.mode=nccl"
         )
     if both and engine.kind == "vllm_server" and recipe.weight_sync.mode == "nccl":
         raise ConfigError(

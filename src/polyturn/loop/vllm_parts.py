@@ -54,7 +54,7 @@ def vllm_servers(recipe: Recipe, trainer: Trainer, place: Place) -> tuple[HttpEn
         frozen = partial(trainer.whole, base)
         return engine, LoraBridge(urls, trainer.whole, frozen, save, folder, scaling=lora.alpha / lora.rank, **usual)
     if sync.mode == "single_copy":
-        return engine, SingleCopyServerBridge(urls[0], model, **usual)
+        return engine, SingleCopyServerBridge(urls, trainer.beside_engines, **usual)
     if sync.mode == "restart":
         save, folder = partial(_save, model), place.role.folder / "weights"
         return engine, RestartBridge(urls, _controls(place, len(urls)), trainer.weights, save, folder, **usual)

@@ -89,10 +89,10 @@ def refusals(recipe: Recipe, facts: ModelFacts) -> Iterator[str]:
             "GPU into a process group once, and refuses or hangs; give the engine a GPU of its own (engine.devices=null), or "
             f"use weight_sync.mode={'lora' if recipe.model.lora else 'single_copy, or restart'}"
         )
-    elif mode == "single_copy" and is_server(recipe) and len(shared) < len(where):
+    elif mode == "single_copy" and is_server(recipe) and any(seat.rank != seat.engine for seat in where):
         yield (
-            "weight_sync.mode=single_copy with the server on a GPU of its own: one copy of the weights is on one GPU; give "
-            "trainer.devices and engine.devices the same number, or use weight_sync.mode=nccl"
+            "weight_sync.mode=single_copy with a rank and its server on different GPUs: one copy of the weights is on one GPU; "
+            "give trainer.devices and engine.devices the same numbers, or use weight_sync.mode=nccl"
         )
     elif shared and recipe.engine.kind == "hf_server":
         yield "engine.kind=hf_server on a GPU of the trainer: its weights come by nccl, which can't share one; use vllm_server"

@@ -11,7 +11,7 @@ Nothing may be generated while the optimizer steps. The synchronous loop sees to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from polyturn.errors import WeightMismatchError, WeightSyncError
 from polyturn.weight_sync.base import check_coverage, confirmed
+from polyturn.weight_sync.shared_tensors import SharedTensors
 
 
 class SharedTarget(Protocol):
@@ -49,6 +50,32 @@ class SingleCopyBridge:
 
     async def close(self) -> None:
         """Nothing to give back: the parameters keep the tensors alive for as long as somebody needs them."""
+
+
+class SharedModel:
+    """A model of this process as a bridge to a server beside it sees it: `single_copy_server.SharedParameters` of one rank."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._own: Mapping[str, Tensor] = {}
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Every tensor of the model, by name."""
+        return self._model.state_dict()
+
+    def adopt(self, places: Sequence[SharedTensors]) -> None:
+        """Make the parameters views of the tensors at the one place. Raises WeightSyncError, before they have changed."""
+        (place,) = places
+        own = place.open()
+        adopt(self._model, own)
+        self._own = own
+
+    def check_adopted(self) -> None:
+        """Wait for the device. Raises WeightMismatchError unless every parameter still is the engine's tensor."""
+        refuse_new_tensors(self._model, self._own)
+        device = next(self._model.parameters()).device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 @torch.no_grad()

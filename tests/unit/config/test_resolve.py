@@ -458,8 +458,13 @@ def beside(**sections) -> Recipe:
         (beside(weight_sync={"every_steps": 2}), "restart", "weight_sync.every_steps=2"),
         (
             beside(trainer={"devices": [3, 4], "num_ranks": 2}, engine={"devices": [3, 4], "num_servers": 2}),
+            "single_copy",
+            "so they hold one copy",
+        ),
+        (
+            beside(trainer={"devices": [3, 4], "num_ranks": 2}, engine={"devices": [4]}),
             "restart",
-            "trainer.num_ranks=2 and engine.num_servers=2",
+            "trainer.num_ranks=2 and engine.num_servers=1",
         ),
     ],
 )

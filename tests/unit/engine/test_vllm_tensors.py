@@ -167,6 +167,13 @@ def test_a_worker_shares_the_tensors_that_its_layers_compute_with():
     assert torch.equal(again.open()["layer.k_proj.weight"], opened["layer.k_proj.weight"])
 
 
+class Latent(torch.nn.Module):
+    """A layer, or the method of one, that keeps another form of its weights."""
+
+    def process_weights_after_loading(self, layer):
+        """Derives it."""
+
+
 def test_a_worker_refuses_what_can_not_be_one_copy():
     model = Model()
     model.layer.experts = torch.nn.Conv1d(3, 4, 2)
@@ -176,6 +183,11 @@ def test_a_worker_refuses_what_can_not_be_one_copy():
     ):
         WorkerShare(model, torch.device("cpu")).share()
     assert model.layer.norm.weight.data_ptr() == place, "nothing was moved"
+    quantized = Model()
+    quantized.layer.qkv_proj.quant_method = object()
+    quantized.layer.attention = Latent()
+    with pytest.raises(WeightSyncError, match=r"2 layers of vLLM .* derived.*: layer\.qkv_proj, layer\.attention;"):
+        WorkerShare(quantized, torch.device("cpu")).share()
     packed = Model()
     weight = packed.layer.o_proj.weight.detach().clone()
     packed.layer.o_proj.cpu_linear = lambda x, _, bias: torch.nn.functional.linear(x, weight, bias)

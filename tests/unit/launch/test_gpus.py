@@ -168,6 +168,14 @@ def test_a_vllm_server_may_share_the_trainers_gpu_where_nothing_connects_them(mo
             on_vllm("single_copy"),
             r"trainer\.devices=\[0\] and engine\.devices=\[1\]: weight_sync\.mode=single_copy is one copy",
         ),
+        (
+            recipe(
+                trainer={"devices": [0, 1], "num_ranks": 2},
+                engine={"kind": "vllm_server", "devices": [1, 0], "num_servers": 2},
+                weight_sync={"mode": "single_copy"},
+            ),
+            r"engine\.devices=\[1, 0\]: weight_sync\.mode=single_copy is one copy of the weights for rank and server",
+        ),
         (on_vllm(tensor_parallel_size=4), r"engine\.num_servers x engine\.tensor_parallel_size=4 need 5 GPUs"),
         (
             recipe(engine={"kind": "vllm_server", "devices": [1], "tensor_parallel_size": 2}),

@@ -140,7 +140,7 @@ def test_a_server_on_the_trainers_gpu_has_its_weights_too():
     assert roles(one) == [("trainer-0 and engine-0", (0,))]
     assert two.needed - one.needed == term(two, 0, "weights") == 2 * facts_of().parameters
     said = refused(engine={"kind": "vllm_server"}, weight_sync={"mode": "single_copy"})
-    assert "single_copy with the server on a GPU of its own: one copy of the weights is on one GPU" in said
+    assert "single_copy with a rank and its server on different GPUs: one copy of the weights is on one GPU" in said
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 
 from parts.vllm_stub import SharingStub, hang, module_of
 from polyturn.errors import DeadlineError, WeightMismatchError, WeightSyncError
+from polyturn.weight_sync.single_copy import SharedModel
 from polyturn.weight_sync.single_copy_server import SingleCopyServerBridge
 
 
@@ -23,7 +24,7 @@ class Scene:
 
     def bridge(self, model=None, **options):
         usual = {"verify_every": 1, "deadline_s": 30.0}
-        self.made.append(SingleCopyServerBridge(self.server.url, model or self.model, **(usual | options)))
+        self.made.append(SingleCopyServerBridge([self.server.url], SharedModel(model or self.model), **(usual | options)))
         return self.made[-1]
 
 
