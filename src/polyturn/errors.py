@@ -16,10 +16,11 @@
     │   ├── RankError                          a rank of the trainer ended, or the others waited too long for it
     │   ├── StorageError                       a place for checkpoints can't be reached, refuses or is full
     │   ├── SandboxError                       the sandbox itself broke; a limit its program hit is a result instead
-    │   └── WeightSyncError                    a push failed, or the two sides differ
+    │   └── WeightSyncError                    a push failed
     ├── TrainingError                 exit 4   training must not go on
     │   ├── NonFiniteError                     a loss or a gradient is nan or inf
-    │   └── TooManyDroppedError                more trajectories were lost than the recipe allows
+    │   ├── TooManyDroppedError                more trajectories were lost than the recipe allows
+    │   └── WeightMismatchError                the engine's weights are not the trainer's
     └── SampleError                   never leaves a step: the sample is dropped and counted
 
 A message says what was found, which rule it breaks and what to do, in one sentence. A user never sees a traceback for a
@@ -104,7 +105,7 @@ class RankError(ResourceError):
 
 
 class WeightSyncError(ResourceError):
-    """A weight push failed, or the engine's weights differ from the trainer's."""
+    """A weight push failed."""
 
 
 class TrainingError(PolyturnError):
@@ -119,6 +120,10 @@ class NonFiniteError(TrainingError):
 
 class TooManyDroppedError(TrainingError):
     """More trajectories or samples were dropped than the recipe allows."""
+
+
+class WeightMismatchError(TrainingError):
+    """The engine's weights are not the trainer's, by their checksums or by the log-probabilities that they give."""
 
 
 class SampleError(PolyturnError):

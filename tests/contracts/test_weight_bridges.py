@@ -9,14 +9,17 @@ import torch
 
 from parts.vllm_served import PushedVllm, needs_vllm, scores
 from parts.vllm_served import tiny as vllm_tiny
+from parts.vllm_stub import SharingStub, module_of
 from polyturn.engine.hf import HfEngine
 from polyturn.engine.server import EngineServer
-from polyturn.errors import DeadlineError, EngineError, ResourceError, WeightSyncError
+from polyturn.errors import DeadlineError, EngineError, ResourceError, WeightMismatchError, WeightSyncError
 from polyturn.models.tiny import build_tiny
 from polyturn.types import SamplingParams
 from polyturn.weight_sync.base import WholeWeights
 from polyturn.weight_sync.in_process import InProcessBridge
 from polyturn.weight_sync.nccl import NcclBridge
+from polyturn.weight_sync.single_copy import SharedModel
+from polyturn.weight_sync.single_copy_server import SingleCopyServerBridge
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -61,15 +64,7 @@ class ServedTarget(HfEngine):
     """A target behind the parts of an engine that an engine server needs for a push."""
 
     def __init__(self, target):
-        model = torch.nn.Module()
-        for name, tensor in target.own.items():
-            *path, last = name.split(".")
-            holder = model
-            for part in path:
-                holder.add_module(part, torch.nn.Module())
-                holder = holder.get_submodule(part)
-            holder.register_parameter(last, torch.nn.Parameter(tensor, requires_grad=False))
-        super().__init__(model)
+        super().__init__(module_of(target.own))
         self.target = target
 
     async def begin_update(self):
@@ -102,11 +97,48 @@ class OverHttp:
             await self.server.stop()
 
 
+class SharingTarget(SharingStub):
+    """A target behind a server that shares its weights and computes with copies of them, which are the target's."""
+
+    def __init__(self, target):
+        super().__init__({name: tensor.clone() for name, tensor in target.own.items()}, token="t")
+        self.packed, self.target = target.own, target
+
+    async def before_stamp(self):
+        await self.target.before_update()
+
+    def stamped(self, version):
+        return self.target.took(version)
+
+
+class Shared:
+    """The single_copy bridge to a server beside it, which starts with the first push."""
+
+    def __init__(self, source, target, *, verify_every=1, deadline_s=30.0):
+        self.options = {"verify_every": verify_every, "deadline_s": deadline_s, "token": "t"}
+        self.source, self.server = source, SharingTarget(target)
+        self.bridge = None
+
+    async def push(self, version):
+        if self.bridge is None:
+            await self.server.start()
+            self.bridge = SingleCopyServerBridge([self.server.url], SharedModel(module_of(self.source)), **self.options)
+        await self.bridge.hold(version)
+        await self.bridge.push(version)
+
+    async def close(self):
+        if self.bridge is not None:
+            await self.bridge.close()
+            await self.server.stop()
+
+
 def in_process(source, target, *, verify_every=1, deadline_s=30.0):
     return InProcessBridge(lambda: source, target, verify_every=verify_every, deadline_s=deadline_s)
 
 
-BRIDGES = {"in_process": in_process, "nccl": OverHttp}
+BRIDGES = {"in_process": in_process, "nccl": OverHttp, "single_copy": Shared}
+with_a_copy = pytest.mark.parametrize("bridge_of", ["in_process", "nccl"], indirect=True)
+"""For what a bridge promises whose engine has weights of its own."""
 
 
 @pytest.fixture(params=BRIDGES)
@@ -122,6 +154,7 @@ async def bridge_of(request):
         await bridge.close()
 
 
+@with_a_copy
 async def test_a_push_brings_every_tensor(bridge_of):
     source, target = weights(), Target()
     await bridge_of(source, target).push(3)
@@ -131,6 +164,7 @@ async def test_a_push_brings_every_tensor(bridge_of):
     assert not torch.equal(target.own["norm"], source["norm"]), "the engine has a copy of its own"
 
 
+@with_a_copy
 async def test_a_push_may_narrow_the_type(bridge_of):
     source, target = weights(), Target(dtype=torch.bfloat16)
     await bridge_of(source, target).push(0)
@@ -181,7 +215,7 @@ def keep_the_old_norm(own):
     ("spoil", "name"), [(flip_one_bit, "layer.q"), (swap_two_values, "embed"), (keep_the_old_norm, "norm")]
 )
 async def test_a_push_that_arrives_changed_is_found(bridge_of, spoil, name):
-    with pytest.raises(WeightSyncError, match=f"push 2 .* 1 of 4 tensors, first {name}"):
+    with pytest.raises(WeightMismatchError, match=f"push 2 .* 1 of 4 tensors, first {name}"):
         await bridge_of(weights(), Target(spoil)).push(2)
 
 
@@ -194,7 +228,7 @@ async def test_checksums_at_the_first_push_and_every_nth(bridge_of):
         target.spoil = flip_one_bit if version else None
         try:
             await bridge.push(version)
-        except WeightSyncError:
+        except WeightMismatchError:
             found.append(version)
             target.spoil = None
             await bridge.push(version)
@@ -205,7 +239,7 @@ async def test_a_failed_push_is_verified_when_it_is_tried_again(bridge_of):
     target = Target(flip_one_bit)
     bridge = bridge_of(weights(), target, verify_every=100)
     for _ in range(2):
-        with pytest.raises(WeightSyncError):
+        with pytest.raises(WeightMismatchError):
             await bridge.push(0)
 
 
@@ -237,6 +271,7 @@ def tiny(seed):
     return build_tiny(vocab_size=20, eos_id=4, pad_id=0, seed=seed)
 
 
+@with_a_copy
 async def test_the_hf_engine_serves_the_pushed_weights(bridge_of):
     trainer, engine, other = tiny(1), HfEngine(tiny(2)), HfEngine(tiny(1))
     sampling = SamplingParams(max_tokens=6, seed=3)
@@ -253,6 +288,7 @@ async def test_the_hf_engine_serves_the_pushed_weights(bridge_of):
     await other.stop()
 
 
+@with_a_copy
 async def test_every_parameter_of_the_hf_engine_is_covered(bridge_of):
     trainer, engine = tiny(1), HfEngine(tiny(2))
     names = {name for name, _ in trainer.named_parameters(remove_duplicate=False)}

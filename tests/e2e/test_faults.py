@@ -7,8 +7,10 @@ import torch
 import transformers
 
 from parts.runs import run_python
+from polyturn.engine.hf import HfEngine
 from polyturn.models.load import export_model
 from polyturn.rollouts.record import read_trajectories
+from polyturn.weight_sync import in_process
 
 EIGHT = ["rollout.group_size=8", "rollout.max_dropped_share=0.2", "evaluation.episodes=0"]
 
@@ -150,3 +152,45 @@ def test_weights_that_give_nan_end_the_run_at_the_first_token(bench, colours_mod
         4,
         "polyturn: error: a log-probability of the engine is nan or inf: the weights that it samples with are broken\n",
     )
+
+
+# ── the engine's weights are not the trainer's ─────────────────────────────────────────────────────────────────────────
+
+
+def spoil_pushes(monkeypatch, *names, after=0):
+    """From push number `after` on, these tensors arrive with one bit changed."""
+    whole, pushes = HfEngine._copy, []
+
+    def copy(self, weights):
+        whole(self, weights)
+        pushes.append(len(weights))
+        if len(pushes) > after:
+            for name in names:
+                self.named_weights()[name].view(torch.int32).view(-1)[7] ^= 1
+
+    monkeypatch.setattr(HfEngine, "_copy", copy)
+
+
+def test_a_push_that_arrives_changed_ends_the_run_and_names_the_tensors(bench, monkeypatch):
+    names = ("model.layers.1.mlp.up_proj.weight", "model.norm.weight")
+    spoil_pushes(monkeypatch, *names, after=1)
+    ended = bench("train", "evaluation.episodes=0", "weight_sync.verify_every=1")
+    assert ended.code == 4
+    assert "after push 1 the engine differs from the trainer in 2 of " in ended.err
+    assert all(name in ended.err for name in names)
+    assert len(ended.steps) == 0, "nothing is trained on what such an engine samples"
+
+
+def test_log_probabilities_that_are_too_far_apart_end_the_run(bench, monkeypatch):
+    """No checksum is due, and the samples show it."""
+    whole = HfEngine._copy
+
+    def copy(self, weights):
+        whole(self, weights)
+        self.named_weights()["lm_head.weight"].mul_(1.2)
+
+    monkeypatch.setattr(HfEngine, "_copy", copy)
+    monkeypatch.setattr(in_process, "check_equal", lambda *_: None)
+    ended = bench("train", "evaluation.episodes=0", "weight_sync.max_mismatch=0.00001")
+    assert ended.code == 4, ended.steps
+    assert "engine and trainer log-probabilities of fresh samples differ by" in ended.err

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parts.vllm_served import TOKEN, VllmServed, logprobs_of, needs_vllm, scores, tiny
-from polyturn.errors import EngineError, WeightSyncError
+from polyturn.errors import EngineError, WeightMismatchError, WeightSyncError
 from polyturn.models.adapters import adapter_parameters, add_adapters, frozen_weights, pushed_weights, save_adapters
 from polyturn.types import SamplingParams
 from polyturn.weight_sync.lora import LoraBridge
@@ -103,7 +103,7 @@ async def test_adapters_that_are_not_the_trainers_are_found(trained, server, tmp
     change(other, 6)
     wrong = bridge_of(model, server, tmp_path / "wrong", engine, save=partial(save_adapters, other))
     with pytest.raises(
-        WeightSyncError, match=r"after push 1 .*differs from the trainer in \d+ of 28 tensors, first model\.layers"
+        WeightMismatchError, match=r"after push 1 .*differs from the trainer in \d+ of 28 tensors, first model\.layers"
     ):
         await wrong.push(1)
     assert engine.policy_version == 0, "requests still ask for the last good ones"
@@ -130,7 +130,7 @@ async def test_a_truncated_file_is_refused_and_the_old_adapters_serve_on(trained
 
 async def test_another_base_is_refused_before_anything_is_loaded(server, tmp_path):
     bridge = bridge_of(adapted(seed=3), server, tmp_path)
-    with pytest.raises(WeightSyncError, match=r"after push 0 .*differs from the trainer in \d+ of 21 tensors"):
+    with pytest.raises(WeightMismatchError, match=r"after push 0 .*differs from the trainer in \d+ of 21 tensors"):
         await bridge.push(0)
     assert await loaded(server) == set()
     await bridge.close()
@@ -167,7 +167,7 @@ async def test_where_no_checksums_can_be_had_the_probe_stands_in(trained, server
     other = adapted()
     change(other, 9)
     wrong = bridge_of(model, server, tmp_path / "wrong", engine, save=partial(save_adapters, other), probe=probe)
-    with pytest.raises(WeightSyncError, match=r"log-probabilities that differ from the trainer's by"):
+    with pytest.raises(WeightMismatchError, match=r"log-probabilities that differ from the trainer's by"):
         await wrong.push(1)
     await wrong.close()
     await bridge.close()

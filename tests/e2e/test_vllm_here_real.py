@@ -11,7 +11,7 @@ import torch
 from parts.models import VOCAB
 from parts.vllm_here import EXACT, PROMPTS, asking, change, copies_to, gap
 from parts.vllm_served import CONTEXT, needs_vllm, scores, tiny
-from polyturn.errors import EngineError, NonFiniteError, WeightSyncError
+from polyturn.errors import EngineError, NonFiniteError, WeightMismatchError, WeightSyncError
 from polyturn.loop.engine_start import as_numbers
 from polyturn.plan.engine_report import report_lines
 from polyturn.weight_sync.single_copy import SingleCopyBridge
@@ -55,7 +55,9 @@ async def test_a_model_that_got_new_tensors_is_noticed(vllm_engine):
     bridge = SingleCopyBridge(model, vllm_engine, deadline_s=60)
     await bridge.push(1)
     model.model.layers[0].mlp.up_proj.weight.data = model.model.layers[0].mlp.up_proj.weight.data.clone()
-    with pytest.raises(WeightSyncError, match=r"layers\.0\.mlp\.up_proj\.weight is no view of the engine's tensor any more"):
+    with pytest.raises(
+        WeightMismatchError, match=r"layers\.0\.mlp\.up_proj\.weight is no view of the engine's tensor any more"
+    ):
         await bridge.push(2)
     with pytest.raises(EngineError, match="a weight update to version 2 did not complete"):
         await vllm_engine.generate(PROMPTS[0], asking())

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from parts.vllm_served import CONTEXT, TOKEN, VllmServed, logprobs_of, needs_vllm, scores, tiny
-from polyturn.errors import DeadlineError, EngineError, WeightSyncError
+from polyturn.errors import DeadlineError, EngineError, WeightMismatchError, WeightSyncError
 from polyturn.loop.serve_vllm import Orders
 from polyturn.processes.descendants import all_pids
 from polyturn.processes.json_http import JsonClient
@@ -329,7 +329,7 @@ def stale_head(tmp_path_factory):
 async def test_a_head_on_old_weights_is_found_by_checksums_and_by_log_probabilities(stale_head):
     model = tiny(11)
     bridge = stale_head.bridge(model)
-    with pytest.raises(WeightSyncError, match=r"differs from the trainer in 1 of 21 tensors, first lm_head\.weight"):
+    with pytest.raises(WeightMismatchError, match=r"differs from the trainer in 1 of 21 tensors, first lm_head\.weight"):
         await bridge.push(0)
     await bridge.close()
     # Without checksums: the same server, asked by somebody who only samples.
@@ -337,7 +337,7 @@ async def test_a_head_on_old_weights_is_found_by_checksums_and_by_log_probabilit
     client = JsonClient(TOKEN)
     probe = Probe(score=partial(logprobs_of, model), limit=0.3, vocab_size=24)
     with pytest.raises(
-        WeightSyncError, match=r"differ from the trainer's by .* on average, more than weight_sync\.max_mismatch"
+        WeightMismatchError, match=r"differ from the trainer's by .* on average, more than weight_sync\.max_mismatch"
     ):
         await probe.check(client, stale_head.url, 0, limit_s=60)
     await client.close()

@@ -23,7 +23,14 @@ ONE_SERVER = ("engine.kind=vllm_server", "trainer.num_ranks=1", "environment.num
 SHORT = ("evaluation.episodes=8", "evaluation.modes=[greedy]", "rollout.groups_per_step=4")
 
 
-@pytest.mark.parametrize("words", [(), ("model.lora.rank=8", "weight_sync.verify_every=1")], ids=["nccl", "lora"])
+WAYS = {
+    "nccl": (),
+    "lora": ("model.lora.rank=8", "weight_sync.verify_every=1"),
+    "single_copy": ("weight_sync.mode=single_copy", "weight_sync.verify_every=1"),
+}
+
+
+@pytest.mark.parametrize("words", WAYS.values(), ids=WAYS)
 def test_a_run_trains_on_what_vllm_samples(live_run, words):
     run: LiveRun = live_run(*ONE_SERVER, *SHORT, "run.steps=3", *words, recipe=RECIPE)
     ended = run.end()
@@ -32,7 +39,7 @@ def test_a_run_trains_on_what_vllm_samples(live_run, words):
     assert all(step["mismatch_max"] < 1e-4 and step["policy_age"] == 0 for step in run.steps)
     assert [step["policy_version"] for step in run.steps] == [1, 2, 3]
     assert all(step["num_faults"] == 0 for step in run.steps)
-    name = "adapter_model" if words else "model"
+    name = "adapter_model" if words == WAYS["lora"] else "model"
     assert (run.folder.export / f"{name}.safetensors").is_file()
     assert not (run.folder.root / "adapters").exists()
     assert (run.folder.logs / "engine-0-vllm.log").is_file()

@@ -9,7 +9,7 @@ from parts.models import gradients, largest_gap, same_bits, snapshot, tiny_model
 from parts.samples import alone, loss_options, on_policy, packed, random_samples, trainer_settings
 from parts.thread_ranks import ThreadRanks, on_ranks
 from polyturn.engine.hf import HfEngine
-from polyturn.errors import TrainingError, WeightSyncError
+from polyturn.errors import TrainingError, WeightMismatchError
 from polyturn.models.adapters import adapter_parameters, add_adapters, copy_for_sampling, frozen_weights, pushed_weights
 from polyturn.trainer.row import to_tensors
 from polyturn.trainer.scorer import Scorer
@@ -173,11 +173,11 @@ async def test_another_base_is_noticed_at_the_first_push():
     with torch.no_grad():
         other.model.layers[0].mlp.up_proj.base_layer.weight[0, 0] += 1e-3
     _, _, bridge = connected(model, other)
-    with pytest.raises(WeightSyncError, match=r"base model is not the trainer's: 1 of .*layers.0.mlp.up_proj.base_layer"):
+    with pytest.raises(WeightMismatchError, match=r"base model is not the trainer's: 1 of .*layers.0.mlp.up_proj.base_layer"):
         await bridge.push(0)
 
 
 async def test_an_engine_without_adapters_is_noticed():
     _, _, bridge = connected(adapted(), tiny_model())
-    with pytest.raises(WeightSyncError, match="base model is not the trainer's"):
+    with pytest.raises(WeightMismatchError, match="base model is not the trainer's"):
         await bridge.push(0)

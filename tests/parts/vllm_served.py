@@ -52,11 +52,20 @@ def tiny(seed: int) -> Any:
 
 
 class VllmServed:
-    """One server. `variables` go into its environment, `sections` into its recipe."""
+    """One server. `variables` go into its environment, `sections` into its recipe; `weights` is a model of another size."""
 
-    def __init__(self, folder: Path, *, seed: int = 2, variables: dict[str, str] | None = None, **sections: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        seed: int = 2,
+        variables: dict[str, str] | None = None,
+        weights: Any = None,
+        on_gpu: bool = False,
+        **sections: Any,
+    ) -> None:
         self.model = folder / "model"
-        tiny(seed).save_pretrained(self.model)
+        (tiny(seed) if weights is None else weights).save_pretrained(self.model)
         self.recipe = Recipe.model_validate(
             {
                 "model": {"path": str(self.model), **sections.pop("model", {})},
@@ -66,10 +75,11 @@ class VllmServed:
             }
         )
         self.variables = variables or {}
+        self.on_gpu = on_gpu
         port = free_port()
         self.process = VllmProcess(
             f"http://127.0.0.1:{port}",
-            command=partial(server_arguments, self.recipe, port=port, on_gpu=False, vllm=find_vllm()),
+            command=partial(server_arguments, self.recipe, port=port, on_gpu=on_gpu, vllm=find_vllm()),
             environment=self.environment,
             log=folder / "vllm.log",
             start_deadline_s=240,
@@ -80,7 +90,7 @@ class VllmServed:
         return self.process.url
 
     def environment(self, label: str) -> dict[str, str]:
-        added = server_environment(self.recipe, os.environ, on_gpu=False, label=label)
+        added = server_environment(self.recipe, os.environ, on_gpu=self.on_gpu, label=label)
         threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         return {**os.environ, **threads, **added, TOKEN_VARIABLE: TOKEN, **self.variables}
 
@@ -149,5 +159,6 @@ def scores(model: Any, prompt: Any, completion: Completion) -> torch.Tensor:
 @torch.no_grad()
 def logprobs_of(model: Any, prompt: Any, ids: Any) -> torch.Tensor:
     """Those of any ids."""
-    logits = model(input_ids=torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    asked = torch.tensor([[*prompt, *ids]], device=next(model.parameters()).device)
+    logits = model(input_ids=asked, use_cache=False).logits[0, len(prompt) - 1 : -1].cpu()
     return torch.log_softmax(logits.float(), dim=-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]

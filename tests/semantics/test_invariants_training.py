@@ -19,7 +19,7 @@ from parts.samples import alone, loss_options, on_policy, packed, random_samples
 from polyturn.config.load import load_recipe
 from polyturn.engine import hf
 from polyturn.engine.hf import HfEngine
-from polyturn.errors import DeadlineError, EngineError, TooManyDroppedError, WeightSyncError
+from polyturn.errors import DeadlineError, EngineError, TooManyDroppedError, WeightMismatchError, WeightSyncError
 from polyturn.loop.check import check
 from polyturn.loop.sync import build_run, train
 from polyturn.metrics.run_folder import RunFolder
@@ -237,7 +237,7 @@ def swap_two_values(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("break_it", [skip_one_tensor, swap_two_tensors, swap_two_values])
 async def test_7_the_checksums_notice_an_incomplete_push(monkeypatch, break_it):
     break_it(monkeypatch)
-    with pytest.raises(WeightSyncError, match=r"after push 0 the engine differs from the trainer in .* of 21 tensors"):
+    with pytest.raises(WeightMismatchError, match=r"after push 0 the engine differs from the trainer in .* of 21 tensors"):
         await a_push_brings_every_weight()
 
 

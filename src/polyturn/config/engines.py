@@ -71,6 +71,8 @@ def _vllm_sync(recipe: Recipe, reasons: dict[str, str]) -> Recipe:
         apart = f"the engine has a GPU of its own, engine.device={engine.device}"
     elif engine.dtype not in ("auto", recipe.model.dtype):
         apart = f"the engine has weights of another type, engine.dtype={engine.dtype}"
+    elif recipe.weight_sync.every_steps > 1:
+        apart = f"with one copy every step is a push, and weight_sync.every_steps={recipe.weight_sync.every_steps}"
     if mode == "auto":
         reasons["weight_sync.mode"] = apart or "engine and trainer are in one process, on one GPU (engine.kind=vllm)"
         return with_values(recipe, "weight_sync", mode="in_process" if apart else "single_copy")
@@ -83,22 +85,22 @@ def _vllm_sync(recipe: Recipe, reasons: dict[str, str]) -> Recipe:
 
 
 def _vllm_server_sync(recipe: Recipe, reasons: dict[str, str]) -> Recipe:
-    """How weights reach vLLM servers: adapters as files, whole models over a process group, or by a restart."""
-    sync, adapters = recipe.weight_sync, recipe.model.lora is not None
-    usual = "lora" if adapters else "nccl"
-    mode = usual if sync.mode == "auto" else sync.mode
-    if mode not in ((usual,) if adapters else ("nccl", "restart")):
+    """How weights reach vLLM servers: adapters as files; whole models as one copy, over a process group, or by a restart."""
+    sync, adapters, beside = recipe.weight_sync, recipe.model.lora is not None, _shared_gpu(recipe)
+    mode: str = sync.mode
+    if mode == "auto":
+        mode, reasons["weight_sync.mode"] = _fitting(recipe, beside)
+    if mode not in (("lora",) if adapters else ("nccl", "restart", "single_copy")):
         whose = "adapters are trained (model.lora); use lora" if adapters else "all weights are trained; use nccl, restart"
+        if not adapters and no_single_copy(recipe) is None:
+            whose += ", single_copy"
         raise ConfigError(f"weight_sync.mode={mode} with engine.kind=vllm_server: {whose} or auto")
     if mode == "restart" and recipe.engine.urls:
         raise ConfigError(
             "weight_sync.mode=restart: only servers that the run started are restarted; use nccl, or no engine.urls"
         )
-    if sync.mode == "auto":
-        what = (
-            "adapters are small and go as files" if adapters else "they go over a process group, NCCL between GPUs, else gloo"
-        )
-        reasons["weight_sync.mode"] = f"the engine is in processes of its own (engine.kind=vllm_server), and {what}"
+    if mode == "single_copy" and (why := no_single_copy(recipe)):
+        raise ConfigError(f"weight_sync.mode=single_copy with engine.kind=vllm_server: {why}")
     limit_s = sync.deadline_s
     if mode == "restart" and limit_s < recipe.engine.start_deadline_s + _SAVE_S:
         limit_s = recipe.engine.start_deadline_s + _SAVE_S
@@ -106,3 +108,51 @@ def _vllm_server_sync(recipe: Recipe, reasons: dict[str, str]) -> Recipe:
             f"a push is a start (engine.start_deadline_s), and {_SAVE_S:g} s to save the weights"
         )
     return with_values(recipe, "weight_sync", mode=mode, deadline_s=limit_s)
+
+
+def _fitting(recipe: Recipe, beside: int | None) -> tuple[str, str]:
+    """The mode for servers, and why. `beside` is a GPU that they share with the trainer."""
+    where = "the engine is in processes of its own (engine.kind=vllm_server), and"
+    if recipe.model.lora is not None:
+        return "lora", f"{where} adapters are small and go as files"
+    if beside is None or recipe.engine.urls:
+        return "nccl", f"{where} they go over a process group, NCCL between GPUs, else gloo"
+    there = f"server and trainer are two processes on GPU {beside}, which NCCL can't connect"
+    why = no_single_copy(recipe)
+    if why is None:
+        return "single_copy", f"{there}, so they hold one copy of the weights"
+    return "restart", f"{there}, and one copy of the weights can't be had: {why}"
+
+
+def _shared_gpu(recipe: Recipe) -> int | None:
+    """The first GPU that a recipe gives to trainer and servers."""
+    return min(set(recipe.trainer.devices or ()) & set(recipe.engine.devices or ()), default=None)
+
+
+def no_single_copy(recipe: Recipe) -> str | None:
+    """Why the trainer's weights can't be those of a vLLM server, and what to do instead; None where they can."""
+    engine, trainer, every = recipe.engine, recipe.trainer, recipe.weight_sync.every_steps
+    if engine.urls:
+        return "engine.urls are servers of others, which keep their memory to themselves; use nccl"
+    if engine.tensor_parallel_size > 1:
+        return (
+            f"the trainer's weights would be the parts that engine.tensor_parallel_size={engine.tensor_parallel_size} cuts "
+            "them into, and its layers compute with whole ones; use nccl, or engine.tensor_parallel_size=1"
+        )
+    if trainer.parallel not in ("auto", "single", "ddp"):
+        return (
+            f"trainer.parallel={trainer.parallel} cuts every weight into shards of its own, which can't be views of a server's "
+            "tensors, neither whole nor cut for tensor parallelism; use nccl"
+        )
+    if trainer.num_ranks != engine.num_servers:
+        return (
+            f"every rank shares with a server of its own, and there are trainer.num_ranks={trainer.num_ranks} and "
+            f"engine.num_servers={engine.num_servers}; use nccl, or as many of both"
+        )
+    if engine.dtype not in ("auto", recipe.model.dtype):
+        return f"the engine has weights of another type, engine.dtype={engine.dtype}; use nccl, or engine.dtype=auto"
+    if engine.extra_args.get("enable_sleep_mode"):
+        return "engine.extra_args.enable_sleep_mode gives the weights back, and the trainer works on them; remove it"
+    if every > 1:
+        return f"with one copy every step is a push, and weight_sync.every_steps={every}; use 1, or another mode"
+    return None

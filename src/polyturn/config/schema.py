@@ -377,8 +377,9 @@ class WeightSyncSection(Section):
     """How the engine gets the trainer's weights."""
 
     mode: Literal["auto", "in_process", "single_copy", "nccl", "lora", "restart"] = "auto"
-    """`in_process`: copied inside the driver; `single_copy`: the trainer's weights are views of the engine's; `nccl`: sent to
-    servers over a process group (gloo on CPUs); `lora`: adapters as files; `restart`: servers start anew from saved weights."""
+    """`in_process`: copied inside the driver; `single_copy`: the trainer's weights are views of the engine's, also
+    of a server's on its device; `nccl`: sent to servers over a process group (gloo on CPUs); `lora`: adapters as files;
+    `restart`: servers start anew from saved weights."""
     every_steps: int = Field(default=1, gt=0)
     """Push every N steps; above 1 the engine lags openly, and old log-probabilities account for it."""
     verify_every: int = Field(default=25, gt=0)

@@ -11,7 +11,7 @@ from polyturn.config.schema import Recipe
 from polyturn.engine.http import LOGPROBS_MODE
 from polyturn.engine.vllm_install import RANGE, VllmInstall, find_vllm
 from polyturn.errors import ConfigError
-from polyturn.weight_sync.labels import BACKEND, EXTENSION, WEIGHT_LABEL
+from polyturn.weight_sync.labels import BACKEND, EXTENSION, PLAIN, WEIGHT_LABEL
 
 GUARD = "polyturn.engine.vllm_guard.Guard"
 SERVED_NAME = "policy"
@@ -74,6 +74,8 @@ def server_arguments(recipe: Recipe, model: Path, *, port: int, on_gpu: bool, vl
         shared = set(recipe.trainer.devices or ()) & set(engine.devices or ())
         given["gpu_memory_utilization"] = engine.gpu_memory_utilization or (0.3 if shared else 0.9)
     else:
+        if recipe.weight_sync.mode == "single_copy":
+            given["quantization"] = PLAIN  # layers that pack their weights would compute with copies of them
         given["enforce_eager"] = True  # compiling takes longer on a CPU than it saves
         if engine.gpu_memory_utilization is not None:
             given["gpu_memory_utilization"] = engine.gpu_memory_utilization

@@ -62,18 +62,50 @@ def adapter_tensors(adapters: Any, fused: Mapping[str, list[str]]) -> Iterator[t
                     yield f"{above}{dot}{part}.lora_{letter}.weight", matrix
 
 
+def not_covered(model: Any) -> list[str]:
+    """Parameters of which some number belongs to no tensor that `held_tensors` has, by vLLM's names. Rows that only pad the
+    vocabulary belong to none.
+    """
+    seen: dict[int, set[tuple[int, int]]] = {}
+    needed: dict[int, int] = {}
+    names: dict[int, str] = {}
+    unknown: list[str] = []
+    for place, module, name, parameter, parts in _parameters(model):
+        try:
+            read = [entry[3]() for entry in _read(module, name, parameter, parts)]
+        except UnknownLayerError:
+            unknown.append(f"{place}.{name}")
+            continue
+        views = seen.setdefault(id(parameter), set())
+        views.update((tensor.data_ptr(), tensor.numel()) for tensor in read)
+        padding = 0
+        if hasattr(module, "org_vocab_size") and parameter.numel():
+            padding = parameter[0].numel() * max(0, len(parameter) - module.org_vocab_size)
+        needed[id(parameter)] = parameter.numel() - padding
+        names.setdefault(id(parameter), f"{place}.{name}")
+    return unknown + [names[key] for key, views in seen.items() if sum(size for _, size in views) < needed[key]]
+
+
 def _walk(model: Any) -> Iterator[Entry]:
     """Every tensor, in the model's order."""
+    for _, module, name, parameter, parts in _parameters(model):
+        yield from _read(module, name, parameter, parts)
+
+
+def _parameters(model: Any) -> Iterator[tuple[str, Any, str, Any, list[str]]]:
+    """Every parameter: the place of its module, the module, its own name there, itself, and the names of its parts."""
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     for prefix, module in model.named_modules(remove_duplicate=False):
-        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        if not own:
-            continue
         place = prefix.replace(_BASE, "")
-        for name, parameter in own.items():
-            parts = fused.get(place.rpartition(".")[2], [place.rpartition(".")[2]])
-            above = place.removesuffix(place.rpartition(".")[2])
-            yield from _read(module, name, parameter, [f"{above}{part}.{name}" for part in parts])
+        last = place.rpartition(".")[2]
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield (
+                place,
+                module,
+                name,
+                parameter,
+                [f"{place.removesuffix(last)}{part}.{name}" for part in fused.get(last, [last])],
+            )
 
 
 def _read(module: Any, name: str, parameter: Any, names: list[str]) -> Iterator[Entry]:

@@ -18,13 +18,19 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from polyturn.engine.vllm_shared import WorkerShare
 from polyturn.engine.vllm_tensors import UnknownLayerError, adapter_tensors, aliases, described_tensors, held_tensors
+from polyturn.errors import WeightSyncError
 from polyturn.weight_sync.base import checksum
 from polyturn.weight_sync.labels import BACKEND, BROKEN_LABEL, DEFAULT_LABEL, WEIGHT_LABEL
 from polyturn.weight_sync.transfer import BUCKET_BYTES, NUM_BUFFERS, InitInfo, TransferGroup, UpdateInfo, receive
 
 KEEP_PACKED_HEAD = "POLYTURN_TEST_KEEP_PACKED_HEAD"
 """Set in tests: leave the packed copy of a tied head as a native reload leaves it, to see that this is found."""
+
+
+_SHARE = "_polyturn_share"
+"""Attribute of a worker with what it shares."""
 
 
 @dataclass
@@ -146,7 +152,7 @@ class Extension:
     """Methods that `/collective_rpc` reaches, on every worker. What they return is JSON."""
 
     def polyturn_state(self) -> dict[str, Any]:
-        """What the weights are called, and where they are."""
+        """What the weights are called, where they are, and the identity under which they are shared."""
         worker: Any = self
         backend = worker.weight_transfer_engine
         known = isinstance(backend, PolyturnTransfer)
@@ -154,6 +160,7 @@ class Extension:
             "weight_version": backend.label if known else os.environ.get(WEIGHT_LABEL, DEFAULT_LABEL),
             "device": torch.device(worker.device).type,
             "receives": known,
+            "shared": getattr(getattr(worker, _SHARE, None), "identity", None),
         }
 
     def polyturn_describe(self) -> dict[str, Any]:
@@ -192,6 +199,25 @@ class Extension:
         os.environ[WEIGHT_LABEL] = label
         if isinstance(worker.weight_transfer_engine, PolyturnTransfer):
             worker.weight_transfer_engine.label = label
+        return self.polyturn_state()
+
+    def polyturn_share(self) -> dict[str, Any]:
+        """Where the trainer finds the weights (`SharedTensors`), or why they can't be shared."""
+        worker: Any = self
+        share = getattr(worker, _SHARE, None)
+        if share is None:
+            share = WorkerShare(_model(self), torch.device(worker.device))
+            setattr(worker, _SHARE, share)
+        try:
+            return {"shared": share.share().to_json(), "refused": None}
+        except WeightSyncError as error:
+            return {"shared": None, "refused": str(error)}
+
+    def polyturn_settle(self) -> dict[str, Any]:
+        """Wait until the device has computed all that it was given. Returns `polyturn_state`."""
+        worker: Any = self
+        if torch.device(worker.device).type == "cuda":
+            torch.cuda.synchronize(worker.device)
         return self.polyturn_state()
 
     def polyturn_put_back(self) -> dict[str, Any]:

@@ -28,7 +28,8 @@ def num_own_servers(recipe: Recipe) -> int:
 def place(recipe: Recipe, gpus: Sequence[str]) -> Placement:
     """GPUs for the trainer's ranks and the engine servers: the first ones and the last ones, unless the recipe names them.
 
-    A vLLM server may share the trainer's GPU where both are named and weights come by files (`lora`, `restart`).
+    A vLLM server may share the trainer's GPU where both are named and weights come by files (`lora`, `restart`), and must
+    where they are one copy (`single_copy`).
     Raises ConfigError for GPUs that aren't there, are too few, or are given out twice.
     """
     trainer, engine = recipe.trainer, recipe.engine
@@ -59,11 +60,16 @@ def place(recipe: Recipe, gpus: Sequence[str]) -> Placement:
     left = tuple(number for number in free if number not in first)
     last = (engine.devices or left[len(left) - num_engines :]) if num_engines else ()
     both = sorted(set(first) & set(last))
-    if both and engine.kind == "vllm_server" and recipe.weight_sync.mode not in ("lora", "restart"):
+    if engine.kind == "vllm_server" and recipe.weight_sync.mode == "single_copy" and tuple(first) != tuple(last):
+        raise ConfigError(
+            f"trainer.devices={list(first)} and engine.devices={list(last)}: weight_sync.mode=single_copy is one copy of the "
+            f"weights for rank and server of one GPU; set both to {list(first)}, or use weight_sync.mode=nccl"
+        )
+    if both and engine.kind == "vllm_server" and recipe.weight_sync.mode == "nccl":
         raise ConfigError(
             f"trainer.devices={list(first)} and engine.devices={list(last)} share GPU {both[0]}, and NCCL can't connect two "
-            f"processes on one GPU (weight_sync.mode={recipe.weight_sync.mode}); use weight_sync.mode=lora or restart, or give "
-            "each a GPU of its own"
+            f"processes on one GPU (weight_sync.mode={recipe.weight_sync.mode}); use weight_sync.mode=single_copy, lora or "
+            "restart, or give each a GPU of its own"
         )
     if both and engine.kind != "vllm_server":
         raise ConfigError(

@@ -82,7 +82,9 @@ async def _serve_with(place: Place, recipe: Recipe, sockets: Path) -> None:
         control = await orders.open()
         role.announce(vllm.url, control=control)
         print(f"vLLM serves {model} at {vllm.url}", flush=True)
-        await _watch(vllm, orders, model, restarts=MOST_RESTARTS if engine.num_servers > 1 else 0)
+        # Weights that are a rank's of the trainer too end with a server; nobody could go on.
+        alone = engine.num_servers == 1 or recipe.weight_sync.mode == "single_copy"
+        await _watch(vllm, orders, model, restarts=0 if alone else MOST_RESTARTS)
     finally:
         await orders.close()
         await vllm.stop()

@@ -19,7 +19,7 @@ from polyturn.advantages.base import GroupAdvantages
 from polyturn.config.schema import filled
 from polyturn.data.stream import Stream
 from polyturn.engine.base import Engine
-from polyturn.errors import ResourceError, TrainingError
+from polyturn.errors import ResourceError, WeightMismatchError
 from polyturn.loop.build import Policy, build_engine_and_bridge, build_trainer, policy_to_train
 from polyturn.loop.card import write_card
 from polyturn.loop.check import Checked, chat_template
@@ -261,6 +261,8 @@ async def train_batches(run: Run, batches: Sequence[TrainBatch]) -> dict[str, fl
     """The trainer's step, in a thread; nothing to do when every group was filtered out."""
     if not batches:
         return {}
+    with run.place.waiting("the engine to answer nobody while weights change", run.checked.recipe.weight_sync.deadline_s):
+        await run.bridge.hold(run.trainer.version + 1)
     limit_s, what = run.checked.recipe.trainer.step_deadline_s, "the trainer's step (trainer.step_deadline_s)"
     with run.place.waiting(what, limit_s):
         return await in_thread_within(limit_s, what, run.trainer.train, batches)
@@ -314,11 +316,11 @@ def save_trajectories(run: Run, step: int, groups: Sequence[TrajectoryGroup], cr
 
 
 def refuse_mismatch(run: Run, metrics: dict[str, float]) -> None:
-    """Raise TrainingError when fresh samples are not on-policy: engine and trainer then disagree about the same weights."""
+    """Raise WeightMismatchError when fresh samples are not on-policy: engine and trainer disagree about the same weights."""
     limit = run.checked.recipe.weight_sync.max_mismatch
     mismatch = metrics.get("mismatch", 0.0)
     if limit is not None and metrics.get("policy_age") == 0 and mismatch > limit:
-        raise TrainingError(
+        raise WeightMismatchError(
             f"engine and trainer log-probabilities of fresh samples differ by {mismatch:.3g} on average, more than "
             f"weight_sync.max_mismatch={limit:g}: they don't run the same weights, temperature or template"
         )

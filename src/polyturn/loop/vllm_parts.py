@@ -19,6 +19,7 @@ from polyturn.weight_sync.lora import LoraBridge
 from polyturn.weight_sync.nccl import NcclBridge
 from polyturn.weight_sync.probe import Probe
 from polyturn.weight_sync.restart import RestartBridge
+from polyturn.weight_sync.single_copy_server import SingleCopyServerBridge
 
 KEY = "VLLM_API_KEY"
 """Variable with the token of servers that others started; it is the one that vLLM reads its own from."""
@@ -52,6 +53,8 @@ def vllm_servers(recipe: Recipe, trainer: Trainer, place: Place) -> tuple[HttpEn
 
         frozen = partial(trainer.whole, base)
         return engine, LoraBridge(urls, trainer.whole, frozen, save, folder, scaling=lora.alpha / lora.rank, **usual)
+    if sync.mode == "single_copy":
+        return engine, SingleCopyServerBridge(urls, trainer.beside_engines, **usual)
     if sync.mode == "restart":
         save, folder = partial(_save, model), place.role.folder / "weights"
         return engine, RestartBridge(urls, _controls(place, len(urls)), trainer.weights, save, folder, **usual)

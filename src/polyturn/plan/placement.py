@@ -87,7 +87,12 @@ def refusals(recipe: Recipe, facts: ModelFacts) -> Iterator[str]:
         yield (
             f"weight_sync.mode=nccl between trainer-{seat.rank} and engine-{seat.engine} on GPU {seat.number}: NCCL takes a "
             "GPU into a process group once, and refuses or hangs; give the engine a GPU of its own (engine.devices=null), or "
-            f"use weight_sync.mode={'lora' if recipe.model.lora else 'restart'}, or one copy with engine.kind=vllm"
+            f"use weight_sync.mode={'lora' if recipe.model.lora else 'single_copy, or restart'}"
+        )
+    elif mode == "single_copy" and is_server(recipe) and any(seat.rank != seat.engine for seat in where):
+        yield (
+            "weight_sync.mode=single_copy with a rank and its server on different GPUs: one copy of the weights is on one GPU; "
+            "give trainer.devices and engine.devices the same numbers, or use weight_sync.mode=nccl"
         )
     elif shared and recipe.engine.kind == "hf_server":
         yield "engine.kind=hf_server on a GPU of the trainer: its weights come by nccl, which can't share one; use vllm_server"

@@ -23,6 +23,7 @@ from polyturn.losses.policy import policy_loss
 from polyturn.losses.ratio import segment_log_ratio
 from polyturn.losses.sampler import sampler_weights
 from polyturn.models.adapters import pushed_weights
+from polyturn.trainer.beside_engines import BesideEngines
 from polyturn.trainer.layers import prepare_layers
 from polyturn.trainer.optimizer import learning_rate_at
 from polyturn.trainer.parallel import OnDemand, Sharded, ShardedWeights, lay_out
@@ -97,6 +98,7 @@ class Trainer:
         self.optimizer_step = 0
         self._device = next(model.parameters()).device
         self.optimizer = self._layout.optimizer()
+        self.beside_engines = BesideEngines(model, self._ranks)
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Every tensor that a push has to bring to an engine, by name: all of them, or the adapters where those are trained.
@@ -176,7 +178,7 @@ class Trainer:
                 self._layout.whole(json.loads(payload))
             elif word == _SCORE:
                 self._logprobs_of(*json.loads(payload))
-            else:
+            elif not self.beside_engines.heard(word, payload):
                 raise RankError(f"rank 0 said {word!r}, which no rank knows; all ranks must run the same version of Polyturn")
 
     def state(self, contents: Contents = "all") -> dict[str, Any]:

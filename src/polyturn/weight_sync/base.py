@@ -7,11 +7,14 @@ from typing import Protocol
 
 import torch
 
-from polyturn.errors import PolyturnError, WeightSyncError
+from polyturn.errors import PolyturnError, WeightMismatchError, WeightSyncError
 from polyturn.processes.deadlines import deadline
 
 _CHUNK_WORDS = 1 << 22
 """Words of a tensor that are summed at once: a checksum takes little memory, however large the tensor."""
+
+MOST_NAMED = 8
+"""Tensors that an error names."""
 
 _kept_places: dict[torch.device, torch.Tensor] = {}
 
@@ -57,8 +60,14 @@ class WeightBridge(Protocol):
         """Push all weights as `version`. When it returns, the engine has confirmed that version.
 
         Raises:
-            WeightSyncError: the push did not cover every weight, was not confirmed, or a checksum differs.
+            WeightSyncError: the push did not cover every weight, or was not confirmed.
+            WeightMismatchError: what the engine holds is not what the trainer has.
             DeadlineError: it took longer than its deadline.
+        """
+
+    async def hold(self, version: int) -> None:
+        """Called before the trainer steps; the push of `version` follows. Where that changes what the engine computes with, it
+        answers nobody from when this returns until the push does. Raises as `push` does.
         """
 
     async def close(self) -> None:
@@ -88,7 +97,7 @@ def check_coverage(source: Mapping[str, torch.Tensor], target: Mapping[str, torc
     if missing or extra:
         raise WeightSyncError(
             f"a weight push covers {len(target) - len(missing)} of the engine's {len(target)} tensors; "
-            f"missing: {missing[:3]}, unknown to the engine: {extra[:3]}"
+            f"missing: {missing[:MOST_NAMED]}, unknown to the engine: {extra[:MOST_NAMED]}"
         )
     for name, tensor in target.items():
         if source[name].shape != tensor.shape:
@@ -131,23 +140,23 @@ def _place_weights(start: int, count: int, device: torch.device) -> torch.Tensor
 
 
 def check_equal(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], version: int) -> None:
-    """Raise WeightSyncError naming the first tensors whose checksums differ between the two sides."""
+    """Raise WeightMismatchError naming the tensors whose checksums differ between the two sides."""
     sent = {name: checksum(source[name].to(tensor.dtype)) for name, tensor in target.items()}
     check_sums(sent, {name: checksum(tensor) for name, tensor in target.items()}, version)
 
 
 def check_sums(source: Mapping[str, int], target: Mapping[str, int], version: int, where: str = "") -> None:
-    """Raise WeightSyncError naming the first tensors of the engine (at `where`) whose checksums are not the trainer's."""
+    """Raise WeightMismatchError naming the tensors of the engine (at `where`) whose checksums are not the trainer's."""
     wrong = [name for name, total in target.items() if source.get(name) != total]
     if wrong:
-        raise WeightSyncError(
+        raise WeightMismatchError(
             f"after push {version} the engine{where} differs from the trainer in {len(wrong)} of {len(target)} tensors, first "
-            f"{wrong[0]}; it would sample from stale or mixed weights"
+            f"{named(wrong)}; it would sample from stale or mixed weights"
         )
 
 
 def check_frozen(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
-    """Raise WeightSyncError unless the weights that are never pushed are the same on both sides."""
+    """Raise WeightMismatchError unless the weights that are never pushed are the same on both sides."""
     differing = sorted(source.keys() ^ target.keys()) or [
         name
         for name, tensor in source.items()
@@ -155,7 +164,19 @@ def check_frozen(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.
         and (target[name].shape != tensor.shape or checksum(target[name].to(tensor.dtype)) != checksum(tensor))
     ]
     if differing:
-        raise WeightSyncError(
+        raise WeightMismatchError(
             f"the engine's base model is not the trainer's: {len(differing)} of {len(source)} frozen tensors differ, first "
-            f"{differing[0]}; a push brings the adapters only, and they belong to one base"
+            f"{named(differing)}; a push brings the adapters only, and they belong to one base"
         )
+
+
+def named(names: Sequence[str]) -> str:
+    """The first of `names`, as many as fit a sentence.
+
+    >>> named(["a", "b"])
+    'a, b'
+    >>> named([f"layer.{number}" for number in range(10)])
+    'layer.0, layer.1, layer.2, layer.3, layer.4, layer.5, layer.6, layer.7 and 2 more'
+    """
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more

@@ -42,5 +42,8 @@ class InProcessBridge:
             check_equal(weights, self._target.named_weights(), version)
         self._pushes += 1
 
+    async def hold(self, version: int) -> None:
+        """Nothing: the engine's weights are its own."""
+
     async def close(self) -> None:
         """Nothing to give back."""

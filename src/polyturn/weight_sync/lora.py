@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from polyturn.errors import WeightSyncError
+from polyturn.errors import WeightMismatchError, WeightSyncError
 from polyturn.processes.json_http import AskError
 from polyturn.weight_sync.base import check_sums, checksum
 from polyturn.weight_sync.probe import Probe
@@ -70,6 +70,9 @@ class LoraBridge:
         await self._pushing.run(version, lambda: self._push(version))
         self._pushes += 1
 
+    async def hold(self, version: int) -> None:
+        """Nothing: the engine's weights are its own."""
+
     async def close(self) -> None:
         """Unload the adapters where that can be done at once, close the connections, remove the files."""
         for name in self._names:
@@ -119,7 +122,7 @@ class LoraBridge:
                 theirs = {name: int(total) for name, total in worker["checksums"].items()}
                 if theirs.keys() != ours.keys():
                     missing = sorted(theirs.keys() ^ ours.keys())[0]
-                    raise WeightSyncError(
+                    raise WeightMismatchError(
                         f"after push {version} the adapters at {server.url} are {len(theirs)} tensors and the trainer's "
                         f"{len(ours)}; {missing} is in one only"
                     )

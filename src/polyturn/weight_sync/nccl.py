@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from polyturn.errors import DeadlineError, PolyturnError, WeightSyncError
+from polyturn.errors import DeadlineError, PolyturnError, WeightMismatchError, WeightSyncError
 from polyturn.processes.deadlines import deadline
 from polyturn.processes.json_http import AskError, JsonClient
 from polyturn.processes.tasks import TaskSet
@@ -107,6 +107,9 @@ class NcclBridge:
             raise
         self._pushes += 1
         self._confirmed = version
+
+    async def hold(self, version: int) -> None:
+        """Nothing: the engine's weights are its own."""
 
     async def close(self) -> None:
         """Leave the group and close the connections. A later push meets anew."""
@@ -263,7 +266,7 @@ class NcclBridge:
         for url, theirs in zip(self._urls, await self._each("checksums", WeightServer.checksums, version), strict=True):
             try:
                 check_sums(sums, theirs, version, f" at {url}")
-            except WeightSyncError as error:
+            except WeightMismatchError as error:
                 self._wrong.add(url)
                 errors.append(error)
         if errors:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polyturn.errors import WeightSyncError
+from polyturn.errors import WeightMismatchError
 from polyturn.processes.json_http import JsonClient
 from polyturn.processes.threads import in_thread
 
@@ -30,7 +30,7 @@ class Probe:
     vocab_size: int
 
     async def check(self, client: JsonClient, url: str, version: int, *, limit_s: float, model: str | None = None) -> float:
-        """The mean difference at the server at `url`, asked for `model`. Raises WeightSyncError when it is past the limit.
+        """The mean difference at the server at `url`, asked for `model`. Raises WeightMismatchError when it is past the limit.
 
         Raises AskError for a server that doesn't sample.
         """
@@ -44,7 +44,7 @@ class Probe:
             gaps += [abs(float(own) - other) for own, other in zip(ours, theirs, strict=True)]
         gap = sum(gaps) / len(gaps)
         if not gap <= self.limit:
-            raise WeightSyncError(
+            raise WeightMismatchError(
                 f"after push {version} the engine at {url} gives its own tokens log-probabilities that differ from the "
                 f"trainer's by {gap:.3g} on average, more than weight_sync.max_mismatch={self.limit:g}; it would sample from "
                 "stale or mixed weights"

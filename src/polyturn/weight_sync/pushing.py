@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from polyturn.errors import DeadlineError, PolyturnError, WeightSyncError
+from polyturn.errors import DeadlineError, PolyturnError, WeightMismatchError, WeightSyncError
 from polyturn.processes.deadlines import deadline
 from polyturn.processes.json_http import AskError, JsonClient
 from polyturn.processes.tasks import TaskSet
 from polyturn.processes.threads import in_thread
-from polyturn.weight_sync.base import check_sums, checksum
+from polyturn.weight_sync.base import check_sums, checksum, named
 from polyturn.weight_sync.probe import Probe
 from polyturn.weight_sync.servers import WeightServer
 
@@ -34,7 +34,7 @@ class Pushing:
         self._waiting: set[str] = set()
 
     async def run(self, version: int, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Await `work()` as push `version`. Raises WeightSyncError or DeadlineError."""
+        """Await `work()` as push `version` or a part of it. Raises WeightSyncError, WeightMismatchError or DeadlineError."""
         self.version = version
         plural = "s" * (len(self.servers) > 1)
         try:
@@ -70,7 +70,7 @@ class Pushing:
         return [answer.result() for answer in answers]
 
     async def compare(self, weights: Mapping[str, torch.Tensor]) -> bool:
-        """Compare checksums with every server's; False where one can't say any. Raises WeightSyncError for a difference."""
+        """Compare checksums with every server's; False where one can't say any. Raises WeightMismatchError."""
         told = await self.each("checksums", WeightServer.comparable)
         if any(one is None for one in told):
             return False
@@ -78,13 +78,15 @@ class Pushing:
             types, theirs = one or ({}, {})
             missing = sorted(theirs.keys() ^ weights.keys())
             if missing:
-                raise WeightSyncError(f"{server.url} and the trainer don't have the same tensors; {missing[0]} is in one only")
+                raise WeightMismatchError(
+                    f"{server.url} and the trainer don't have the same tensors; in one only: {named(missing)}"
+                )
             ours = await self.alone("checksums", _sums, weights, types)
             check_sums(ours, theirs, self.version, f" at {server.url}")
         return True
 
     async def probe(self, *, model: str | None = None) -> None:
-        """Probe every server. Raises WeightSyncError past the limit."""
+        """Probe every server. Raises WeightMismatchError past the limit."""
         probe = self._probe
         if probe is None:
             return

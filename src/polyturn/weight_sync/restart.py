@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from polyturn.errors import WeightSyncError
+from polyturn.errors import WeightMismatchError, WeightSyncError
 from polyturn.weight_sync.probe import Probe
 from polyturn.weight_sync.pushing import Pushing, say_probed
 from polyturn.weight_sync.saved import SavedFolders
@@ -53,6 +53,9 @@ class RestartBridge:
         await self._pushing.run(version, lambda: self._push(version))
         self._pushes += 1
         self._confirmed = version
+
+    async def hold(self, version: int) -> None:
+        """Nothing: the engine's weights are its own."""
 
     async def close(self) -> None:
         """Close the connections and remove the saved weights."""
@@ -95,6 +98,6 @@ class RestartBridge:
             if await pushing.compare(self._weights()):
                 return True
             say_probed("an engine server can't compare checksums")
-        except WeightSyncError:
+        except WeightMismatchError:
             pass  # they began with other weights than the trainer has
         return False

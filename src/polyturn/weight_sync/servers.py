@@ -15,6 +15,7 @@ import torch
 from polyturn.errors import WeightSyncError
 from polyturn.processes.json_http import AskError, JsonClient
 from polyturn.weight_sync.labels import BACKEND, BROKEN_LABEL, EXTENSION, RPC, WEIGHTS_ROUTE
+from polyturn.weight_sync.shared_tensors import SharedTensors
 from polyturn.weight_sync.transfer import UpdateInfo
 
 _ARGUMENTS = f'--worker-extension-cls {EXTENSION} --weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
@@ -102,6 +103,23 @@ class WeightServer:
         except AskError as error:
             if error.status != 404:  # vLLM before 0.28 has no versions of its own
                 raise
+
+    async def shared(self) -> SharedTensors:
+        """Where a vLLM server's weights lie, for a process on the same machine. Raises WeightSyncError when it can't say."""
+        told = await self._workers("polyturn_share")
+        if len(told) > 1:
+            raise WeightSyncError(
+                f"{self.url} cuts its weights over {len(told)} workers, and there can't be one copy of parts and wholes; set "
+                "engine.tensor_parallel_size=1"
+            )
+        if told[0]["refused"] is not None:
+            raise WeightSyncError(f"{self.url}: {told[0]['refused']}")
+        return SharedTensors.from_json(told[0]["shared"])
+
+    async def sharing(self) -> str | None:
+        """The identity under which a vLLM server shares its weights, once its device is idle."""
+        told = await self._workers("polyturn_settle")
+        return None if told[0]["shared"] is None else str(told[0]["shared"])
 
     async def label(self) -> str:
         """What it calls its weights."""

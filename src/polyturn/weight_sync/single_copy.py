@@ -1,5 +1,7 @@
 """The `single_copy` bridge: the trainer's parameters are views of the engine's tensors, in one process.
 
+`single_copy_server` is the same with the engine in a process of its own.
+
 The first push copies the trainer's values into the engine's tensors and lets every parameter be a view of them; from then on
 the optimizer's step is the push. What is left to do is to forget keys and values of older weights, and to stamp the version.
 Gradients, float32 copies and the optimizer's state stay the trainer's own.
@@ -9,14 +11,16 @@ Nothing may be generated while the optimizer steps. The synchronous loop sees to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from polyturn.errors import WeightSyncError
+from polyturn.errors import WeightMismatchError, WeightSyncError
 from polyturn.weight_sync.base import check_coverage, confirmed
+from polyturn.weight_sync.shared_tensors import SharedTensors
 
 
 class SharedTarget(Protocol):
@@ -37,48 +41,83 @@ class SingleCopyBridge:
 
     async def push(self, version: int) -> None:
         """See `WeightBridge.push`."""
-        change = self._check if self._shared else self._share
+        change = partial(refuse_new_tensors if self._shared else adopt, self._model)
         await confirmed(version, lambda: self._target.change_weights(change, version), self._deadline_s)
         self._shared = True
+
+    async def hold(self, version: int) -> None:
+        """Nothing: the loop trains when nobody in this process is waiting for an answer."""
 
     async def close(self) -> None:
         """Nothing to give back: the parameters keep the tensors alive for as long as somebody needs them."""
 
-    @torch.no_grad()
-    def _share(self, own: Mapping[str, Tensor]) -> None:
-        """Make the trainer's parameters views of `own`. Raises WeightSyncError before anything has changed."""
-        check_coverage(self._model.state_dict(), own)
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            theirs = own[name]
-            if (theirs.dtype, theirs.device) != (parameter.dtype, parameter.device):
-                raise WeightSyncError(
-                    f"{name} is {parameter.dtype} on {parameter.device} in the trainer and {theirs.dtype} on {theirs.device} "
-                    "in the engine, so there can't be one copy of it; use weight_sync.mode=in_process, or the same for both"
-                )
-        self._refuse_other_ties(own)
-        for name, parameter in self._model.named_parameters():
-            own[name].copy_(parameter)
-            parameter.data = own[name]
 
-    def _refuse_other_ties(self, own: Mapping[str, Tensor]) -> None:
-        """Raise WeightSyncError unless what is one tensor in the trainer is one in the engine, and the other way round."""
-        trainers = {name: parameter.data_ptr() for name, parameter in self._model.named_parameters(remove_duplicate=False)}
-        ours, theirs = _groups(trainers), _groups({name: own[name].data_ptr() for name in trainers})
-        if ours != theirs:
-            differing = sorted(min(group) for group in ours ^ theirs)
+class SharedModel:
+    """A model of this process as a bridge to a server beside it sees it: `single_copy_server.SharedParameters` of one rank."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._own: Mapping[str, Tensor] = {}
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Every tensor of the model, by name."""
+        return self._model.state_dict()
+
+    def adopt(self, places: Sequence[SharedTensors]) -> None:
+        """Make the parameters views of the tensors at the one place. Raises WeightSyncError, before they have changed."""
+        (place,) = places
+        own = place.open()
+        adopt(self._model, own)
+        self._own = own
+
+    def check_adopted(self) -> None:
+        """Wait for the device. Raises WeightMismatchError unless every parameter still is the engine's tensor."""
+        refuse_new_tensors(self._model, self._own)
+        device = next(self._model.parameters()).device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+@torch.no_grad()
+def adopt(model: torch.nn.Module, own: Mapping[str, Tensor]) -> None:
+    """Make the parameters of `model` views of the engine's tensors `own`, which get its values.
+
+    Raises WeightSyncError before anything has changed.
+    """
+    check_coverage(model.state_dict(), own)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        theirs = own[name]
+        if (theirs.dtype, theirs.device) != (parameter.dtype, parameter.device):
             raise WeightSyncError(
-                f"{differing[0]} shares its tensor with another name on one side and not on the other (tied embeddings), so "
-                "there can't be one copy of it; use weight_sync.mode=in_process"
+                f"{name} is {parameter.dtype} on {parameter.device} in the trainer and {theirs.dtype} on {theirs.device} in "
+                "the engine, so there can't be one copy of it; use another weight_sync.mode, or the same for both"
+            )
+    _refuse_other_ties(model, own)
+    for name, parameter in model.named_parameters():
+        own[name].copy_(parameter)
+        parameter.data = own[name]
+
+
+def refuse_new_tensors(model: torch.nn.Module, own: Mapping[str, Tensor]) -> None:
+    """Raise WeightMismatchError unless every parameter of `model` is still the engine's tensor."""
+    for name, parameter in model.named_parameters():
+        if parameter.data_ptr() != own[name].data_ptr():
+            raise WeightMismatchError(
+                f"{name} is no view of the engine's tensor any more: something gave the trainer's model new tensors, and the "
+                "engine would go on with the old ones"
             )
 
-    def _check(self, own: Mapping[str, Tensor]) -> None:
-        """Raise WeightSyncError unless every parameter is still the engine's tensor."""
-        for name, parameter in self._model.named_parameters():
-            if parameter.data_ptr() != own[name].data_ptr():
-                raise WeightSyncError(
-                    f"{name} is no view of the engine's tensor any more: something gave the trainer's model new tensors, and "
-                    "the engine would go on with the old ones"
-                )
+
+def _refuse_other_ties(model: torch.nn.Module, own: Mapping[str, Tensor]) -> None:
+    """Raise WeightSyncError unless what is one tensor in the trainer is one in the engine, and the other way round."""
+    trainers = {name: parameter.data_ptr() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    ours, theirs = _groups(trainers), _groups({name: own[name].data_ptr() for name in trainers})
+    if ours != theirs:
+        differing = sorted(min(group) for group in ours ^ theirs)
+        raise WeightSyncError(
+            f"{differing[0]} shares its tensor with another name on one side and not on the other (tied embeddings), so there "
+            "can't be one copy of it; use another weight_sync.mode"
+        )
 
 
 def _groups(places: Mapping[str, int]) -> set[frozenset[str]]:

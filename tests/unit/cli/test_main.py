@@ -20,6 +20,7 @@ from polyturn.errors import (
     PolyturnError,
     SampleError,
     TooManyDroppedError,
+    WeightMismatchError,
     WeightSyncError,
 )
 
@@ -154,6 +155,7 @@ def run_that_raises(monkeypatch, error):
         (WeightSyncError, 3),
         (NonFiniteError, 4),
         (TooManyDroppedError, 4),
+        (WeightMismatchError, 4),
         (SampleError, 1),
         (PolyturnError, 1),
     ],

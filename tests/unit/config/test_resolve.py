@@ -425,14 +425,80 @@ def test_how_weights_reach_vllm_servers(made, mode, why):
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (on_vllm("in_process"), "all weights are trained; use nccl, restart or auto"),
-        (on_vllm("lora"), "all weights are trained; use nccl, restart or auto"),
+        (on_vllm("in_process"), "all weights are trained; use nccl, restart, single_copy or auto"),
+        (on_vllm("lora", num_servers=2), "all weights are trained; use nccl, restart or auto"),
+        (on_vllm("single_copy", lora=True), r"adapters are trained \(model\.lora\); use lora or auto"),
         (on_vllm("nccl", lora=True), r"adapters are trained \(model\.lora\); use lora or auto"),
         (on_vllm("restart", urls=["http://h:1"]), "only servers that the run started are restarted"),
     ],
 )
 def test_how_they_can_not(made, said):
     with pytest.raises(ConfigError, match=said):
+        resolve(made, num_train_tasks=None)
+
+
+BESIDE = {"trainer": {"devices": [3]}, "engine": {"kind": "vllm_server", "devices": [3]}}
+
+
+def beside(**sections) -> Recipe:
+    """A server on the trainer's GPU."""
+    return recipe(**{name: BESIDE.get(name, {}) | sections.get(name, {}) for name in BESIDE | sections})
+
+
+@pytest.mark.parametrize(
+    ("made", "mode", "why"),
+    [
+        (beside(), "single_copy", "two processes on GPU 3, which NCCL can't connect, so they hold one copy of the weights"),
+        (beside(model={"path": "builtin:tiny", "lora": {}}), "lora", "adapters are small and go as files"),
+        (
+            beside(engine={"dtype": "bfloat16"}),
+            "restart",
+            "NCCL can't connect, and one copy of the weights can't be had: the e",
+        ),
+        (beside(weight_sync={"every_steps": 2}), "restart", "weight_sync.every_steps=2"),
+        (
+            beside(trainer={"devices": [3, 4], "num_ranks": 2}, engine={"devices": [3, 4], "num_servers": 2}),
+            "single_copy",
+            "so they hold one copy",
+        ),
+        (
+            beside(trainer={"devices": [3, 4], "num_ranks": 2}, engine={"devices": [4]}),
+            "restart",
+            "trainer.num_ranks=2 and engine.num_servers=1",
+        ),
+    ],
+)
+def test_how_weights_reach_a_server_on_the_trainers_gpu(made, mode, why):
+    resolved = resolve(made, num_train_tasks=None)
+    assert resolved.recipe.weight_sync.mode == mode
+    assert why in resolved.reasons["weight_sync.mode"]
+    assert resolve(resolved.recipe, num_train_tasks=None).recipe == resolved.recipe
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (on_vllm("single_copy", urls=["http://h:1"]), "engine.urls are servers of others"),
+        (on_vllm("single_copy", tensor_parallel_size=2), "the parts that engine.tensor_parallel_size=2 cuts them into"),
+        (on_vllm("single_copy", num_servers=2), "there are trainer.num_ranks=1 and engine.num_servers=2"),
+        (on_vllm("single_copy", dtype="bfloat16"), "weights of another type, engine.dtype=bfloat16"),
+        (on_vllm("single_copy", extra_args={"enable_sleep_mode": True}), "enable_sleep_mode gives the weights back"),
+        (
+            beside(weight_sync={"mode": "single_copy", "every_steps": 3}),
+            "with one copy every step is a push, and weight_sync.every_steps=3",
+        ),
+        (
+            beside(weight_sync={"mode": "single_copy"}, trainer={"num_ranks": 2, "parallel": "fsdp2", "devices": [3, 4]}),
+            "fsdp2 cuts every weight into shards of its own, which can't be views of a server's tensors",
+        ),
+        (
+            recipe(engine={"kind": "vllm"}, weight_sync={"mode": "single_copy", "every_steps": 3}),
+            "with one copy every step is a push, and weight_sync.every_steps=3; use in_process",
+        ),
+    ],
+)
+def test_when_there_can_not_be_one_copy(made, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
         resolve(made, num_train_tasks=None)
 
 

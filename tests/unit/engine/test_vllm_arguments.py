@@ -51,6 +51,13 @@ def test_an_older_vllm_has_its_token_route_switched_on_already():
     assert "--enable-scale-out" not in words_of(recipe(), vllm=OLD)
 
 
+def test_on_a_cpu_weights_that_are_shared_are_not_packed():
+    shared = recipe(weight_sync={"mode": "single_copy"})
+    assert words_of(shared)["--quantization"] == "polyturn_plain"
+    assert "--quantization" not in words_of(shared, on_gpu=True)
+    assert "--quantization" not in words_of(recipe())
+
+
 @pytest.mark.parametrize(
     ("sections", "flag", "value"),
     [

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from polyturn.engine import vllm_tensors
-from polyturn.engine.vllm_tensors import UnknownLayerError, adapter_tensors, aliases, described_tensors, held_tensors
+from polyturn.engine.vllm_shared import WorkerShare
+from polyturn.engine.vllm_tensors import (
+    UnknownLayerError,
+    adapter_tensors,
+    aliases,
+    described_tensors,
+    held_tensors,
+    not_covered,
+)
+from polyturn.errors import WeightSyncError
 
 
 @pytest.fixture(autouse=True)
@@ -122,3 +131,65 @@ def test_adapters_of_fused_layers_have_their_own_names():
     found = dict(adapter_tensors(Adapters(), Model.packed_modules_mapping))
     assert set(found) == {f"layer.{part}_proj.lora_{letter}.weight" for part in "qvo" for letter in "AB"}
     assert torch.equal(found["layer.v_proj.lora_B.weight"], torch.ones(2))
+
+
+# ── shared with a trainer ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_number_has_a_name_but_those_that_pad():
+    assert not_covered(Model()) == []
+
+
+def test_parameters_without_a_name_are_listed():
+    model = Model()
+    model.layer.experts = torch.nn.Conv1d(3, 4, 2)
+    model.layer.qkv_proj.output_partition_sizes = [6, 4, 2]
+    assert not_covered(model) == ["layer.experts.weight", "layer.qkv_proj.weight", "layer.qkv_proj.bias"]
+
+
+def test_a_worker_shares_the_tensors_that_its_layers_compute_with():
+    model = Model()
+    wanted = {name: tensor.clone() for name, tensor in held_tensors(model)}
+    worker = WorkerShare(model, torch.device("cpu"))
+    assert worker.identity is None
+    told = worker.share()
+    opened = told.open()
+    assert {name: tensor.shape for name, tensor in opened.items()} == {name: tensor.shape for name, tensor in wanted.items()}
+    assert all(torch.equal(opened[name], tensor) for name, tensor in wanted.items())
+    opened["layer.k_proj.weight"].fill_(3.0)
+    assert model.layer.qkv_proj.weight[6:10].eq(3).all()
+    assert torch.equal(model.layer.qkv_proj.weight[:6], wanted["layer.q_proj.weight"])
+    opened["embed_tokens.weight"].fill_(2.0)
+    assert model.lm_head.weight[:9].eq(2).all()
+    assert not model.lm_head.weight[9:].eq(2).any(), "rows that pad are nobody's"
+    again = worker.share()
+    assert again.identity == worker.identity != told.identity
+    assert torch.equal(again.open()["layer.k_proj.weight"], opened["layer.k_proj.weight"])
+
+
+class Latent(torch.nn.Module):
+    """A layer, or the method of one, that keeps another form of its weights."""
+
+    def process_weights_after_loading(self, layer):
+        """Derives it."""
+
+
+def test_a_worker_refuses_what_can_not_be_one_copy():
+    model = Model()
+    model.layer.experts = torch.nn.Conv1d(3, 4, 2)
+    place = model.layer.norm.weight.data_ptr()
+    with pytest.raises(
+        WeightSyncError, match=r"1 of the engine's parameters are not.* one copy of them: layer\.experts\.weight;"
+    ):
+        WorkerShare(model, torch.device("cpu")).share()
+    assert model.layer.norm.weight.data_ptr() == place, "nothing was moved"
+    quantized = Model()
+    quantized.layer.qkv_proj.quant_method = object()
+    quantized.layer.attention = Latent()
+    with pytest.raises(WeightSyncError, match=r"2 layers of vLLM .* derived.*: layer\.qkv_proj, layer\.attention;"):
+        WorkerShare(quantized, torch.device("cpu")).share()
+    packed = Model()
+    weight = packed.layer.o_proj.weight.detach().clone()
+    packed.layer.o_proj.cpu_linear = lambda x, _, bias: torch.nn.functional.linear(x, weight, bias)
+    with pytest.raises(WeightSyncError, match=r"vLLM keeps 1 tensors in a form of its own.*: layer\.o_proj\.weight;"):
+        WorkerShare(packed, torch.device("cpu")).share()

@@ -151,8 +151,8 @@ def test_a_vllm_server_has_as_many_gpus_as_it_needs(made, gpus, trainer, engines
     assert place(made, gpus) == Placement(trainer=tuple(trainer), engines=tuple(engines))
 
 
-@pytest.mark.parametrize("mode", ["lora", "restart"])
-def test_a_vllm_server_may_share_the_trainers_gpu_where_weights_come_by_files(mode):
+@pytest.mark.parametrize("mode", ["lora", "restart", "single_copy"])
+def test_a_vllm_server_may_share_the_trainers_gpu_where_nothing_connects_them(mode):
     made = recipe(trainer={"devices": [0]}, engine={"kind": "vllm_server", "devices": [0]}, weight_sync={"mode": mode})
     assert place(made, ["5"]) == Placement(trainer=("5",), engines=("5",))
 
@@ -163,6 +163,18 @@ def test_a_vllm_server_may_share_the_trainers_gpu_where_weights_come_by_files(mo
         (
             recipe(trainer={"devices": [0]}, engine={"kind": "vllm_server", "devices": [0]}, weight_sync={"mode": "nccl"}),
             r"share GPU 0, and NCCL can't connect two processes on one GPU \(weight_sync\.mode=nccl\); use weight_sync\.mode",
+        ),
+        (
+            on_vllm("single_copy"),
+            r"trainer\.devices=\[0\] and engine\.devices=\[1\]: weight_sync\.mode=single_copy is one copy",
+        ),
+        (
+            recipe(
+                trainer={"devices": [0, 1], "num_ranks": 2},
+                engine={"kind": "vllm_server", "devices": [1, 0], "num_servers": 2},
+                weight_sync={"mode": "single_copy"},
+            ),
+            r"engine\.devices=\[1, 0\]: weight_sync\.mode=single_copy is one copy of the weights for rank and server",
         ),
         (on_vllm(tensor_parallel_size=4), r"engine\.num_servers x engine\.tensor_parallel_size=4 need 5 GPUs"),
         (

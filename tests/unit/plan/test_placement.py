@@ -121,8 +121,9 @@ def test_nccl_within_one_gpu_is_refused_with_the_reason():
     shared = {"engine": {"kind": "vllm_server", "devices": [0]}, "trainer": {"devices": [0]}}
     said = refused(**shared, weight_sync={"mode": "nccl"})
     assert "NCCL takes" in said
-    assert "weight_sync.mode=restart" in said
+    assert "weight_sync.mode=single_copy, or restart" in said
     assert refused(**shared, weight_sync={"mode": "restart"}) == ""
+    assert refused(**shared, weight_sync={"mode": "single_copy"}) == ""
     assert refused(**shared, model={"lora": {"rank": 8}}) == ""
 
 
@@ -130,6 +131,16 @@ def test_nccl_within_one_gpu_is_refused_by_the_placement_too():
     recipe = recipe_of(engine={"kind": "vllm_server", "devices": [0]}, trainer={"devices": [0]}, weight_sync={"mode": "nccl"})
     (said,) = refusals(recipe, facts_of())
     assert said.startswith("weight_sync.mode=nccl between trainer-0 and engine-0 on GPU 0: NCCL takes a GPU")
+
+
+def test_a_server_on_the_trainers_gpu_has_its_weights_too():
+    shared = {"engine": {"kind": "vllm_server", "devices": [0]}, "trainer": {"devices": [0]}}
+    one, two = plan_of(**shared), plan_of(**shared, weight_sync={"mode": "restart"})
+    assert one.recipe.weight_sync.mode == "single_copy"
+    assert roles(one) == [("trainer-0 and engine-0", (0,))]
+    assert two.needed - one.needed == term(two, 0, "weights") == 2 * facts_of().parameters
+    said = refused(engine={"kind": "vllm_server"}, weight_sync={"mode": "single_copy"})
+    assert "single_copy with a rank and its server on different GPUs: one copy of the weights is on one GPU" in said
 
 
 @pytest.mark.parametrize(

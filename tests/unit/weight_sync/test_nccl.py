@@ -10,7 +10,7 @@ import torch
 
 from parts.served import TOKEN, Served, until
 from polyturn.engine.hf import HfEngine
-from polyturn.errors import DeadlineError, EngineError, WeightSyncError
+from polyturn.errors import DeadlineError, EngineError, WeightMismatchError, WeightSyncError
 from polyturn.models.tiny import build_tiny
 from polyturn.types import SamplingParams
 from polyturn.weight_sync.base import WholeWeights
@@ -173,7 +173,7 @@ async def test_a_server_with_wrong_weights_stays_paused_and_is_named(scene):
         return whole(update, version)
 
     engine.finish_update = spoil
-    with pytest.raises(WeightSyncError, match=rf"at {scene.urls[1]} differs .* 1 of 21 tensors, first model\.norm\.weight"):
+    with pytest.raises(WeightMismatchError, match=rf"at {scene.urls[1]} differs .* 1 of 21 tensors, first model\.norm\.weight"):
         await scene.bridge().push(0)
     assert scene.paused == [False, True]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polyturn.errors import WeightSyncError
+from polyturn.errors import WeightMismatchError
 from polyturn.weight_sync.probe import NUM_PROMPTS, Probe
 
 
@@ -43,5 +43,5 @@ async def test_adapters_are_asked_for_by_name():
 
 @pytest.mark.parametrize("own", [-1.4, -0.6, float("nan")])
 async def test_past_the_limit_the_push_fails(own):
-    with pytest.raises(WeightSyncError, match=r"after push 3 the engine at http://x .*differ from the trainer's by"):
+    with pytest.raises(WeightMismatchError, match=r"after push 3 the engine at http://x .*differ from the trainer's by"):
         await probe(own).check(Server(-1.0), "http://x", 3, limit_s=1)
