@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from polyturn.checkpoint.places import WRITING, access_of, memory_root, tiers_of
+from polyturn.checkpoint.places import WRITING, access_of, memory_root, remote_urls, tiers_of
 from polyturn.config.changes import changes, refuse_changes
 from polyturn.config.schema import Recipe
 from polyturn.errors import ConfigError, PolyturnError, ResourceError
@@ -178,23 +178,21 @@ def _compare(recipe: Recipe, resume: Resume, say: Say) -> None:
 
 
 def _new_folder(recipe: Recipe) -> RunFolder:
-    """A folder for a run from the beginning. Raises ConfigError when its URL has checkpoints of another run of that name."""
+    """A folder for a run from the beginning. Raises ConfigError when another machine has checkpoints of a run of that name."""
     folder = RunFolder.create(recipe.run.output_dir, recipe.run.name)
     shutil.rmtree(memory_root(folder.checkpoints), ignore_errors=True)  # of a run whose folder was removed
-    url = recipe.checkpoint.url
-    if url is None:
-        return folder
-    try:
-        taken = bool(stored_steps(guarded(open_store(url, access_of(recipe.checkpoint)), "s3"), folder.root.name))
-    except PolyturnError:
-        shutil.rmtree(folder.root)
-        raise
-    if taken:
-        shutil.rmtree(folder.root)
-        raise ConfigError(
-            f"checkpoint.url={url} has checkpoints of a run {folder.root.name} already; go on from them with --resume, or give "
-            "this run another run.name"
-        )
+    for named, url in remote_urls(recipe.checkpoint).items():
+        try:
+            taken = bool(stored_steps(guarded(open_store(url, access_of(recipe.checkpoint)), url), folder.root.name))
+        except PolyturnError:
+            shutil.rmtree(folder.root)
+            raise
+        if taken:
+            shutil.rmtree(folder.root)
+            raise ConfigError(
+                f"{named} has checkpoints of a run {folder.root.name} already; go on from them with --resume, or give "
+                "this run another run.name"
+            )
     return folder
 
 
