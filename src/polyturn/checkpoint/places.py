@@ -12,15 +12,14 @@ from pathlib import Path
 
 from polyturn.config.schema import CheckpointSection, filled
 from polyturn.errors import ConfigError, PolyturnError
-from polyturn.storage.guard import guarded
 from polyturn.storage.retention import deleted_after
 from polyturn.storage.stores import Access, Encryption, LocalStore, open_store
+from polyturn.storage.stores.hyperpod import DAEMON, HyperPodStore
+from polyturn.storage.stores.sagemaker_s3 import SagemakerS3Store
 from polyturn.storage.tiers import Tier, Tiers
 
 _SHARED_MEMORY = Path("/dev/shm")
 MEMORY, DISK, REMOTE = "memory", "disk", "s3"
-LOCAL = (MEMORY, DISK)
-"""Tiers of this machine; all others go over a network."""
 WRITING = ".writing"
 """Folder in which a checkpoint is put together."""
 
@@ -33,11 +32,19 @@ def cadence(section: CheckpointSection) -> dict[str, int]:
     return {tier: steps for tier, steps in found.items() if steps is not None}
 
 
+def local_tiers(section: CheckpointSection) -> tuple[str, ...]:
+    """Tiers that are folders of this machine; all others go over a network."""
+    return (DISK,) if section.backend == "sagemaker_tiered" else (MEMORY, DISK)
+
+
 def tiers_of(section: CheckpointSection, run_id: str, checkpoints: Path, say: Callable[[str], None]) -> Tiers:
     """The tiers that a recipe asks for, the fastest first. Raises ConfigError for a URL that no store takes."""
     keep, mirrors, found = section.keep, _mirrors(section), list[Tier]()
+    of_sagemaker = section.backend == "sagemaker_tiered"
     for name, every in cadence(section).items():
-        if name == MEMORY:
+        if name == MEMORY and of_sagemaker:
+            found.append(Tier(name, HyperPodStore(section.memory_daemon or DAEMON), every, keep.memory))
+        elif name == MEMORY:
             found.append(Tier(name, LocalStore(_own(memory_root(checkpoints))), every, keep.memory))
         elif name == DISK:
             found.append(Tier(name, LocalStore(checkpoints), every, keep.disk, keep.milestones))
@@ -45,22 +52,24 @@ def tiers_of(section: CheckpointSection, run_id: str, checkpoints: Path, say: Ca
             found.append(Tier(name, open_store(mirrors[name], access_of(section)), every, keep.memory))
         else:
             store = open_store(filled(section.url), access_of(section))
+            store = SagemakerS3Store(store) if of_sagemaker else store
             found.append(Tier(name, store, every, keep.s3, keep.milestones))
     return Tiers(run_id, found, say=say)
 
 
-def remote_urls(section: CheckpointSection) -> dict[str, str]:
-    """Where tiers are that other machines share, by the key of the recipe that names them."""
-    found = {f"checkpoint.mirrors={url}": url for url in section.mirrors}
-    return found if section.url is None else {**found, f"checkpoint.url={section.url}": section.url}
+def shared_tiers(tiers: Tiers, section: CheckpointSection) -> list[Tier]:
+    """Those that other machines share, so that another run of the same name may be there."""
+    return [tier for tier in tiers.tiers if tier.name not in local_tiers(section)]
 
 
-def free_memory_tiers(section: CheckpointSection, run_id: str, checkpoints: Path, *, mirrors: bool) -> None:
-    """Give back the memory that a run's checkpoints take on this machine, and with `mirrors` on others, if they answer."""
+def free_memory_tiers(section: CheckpointSection, run_id: str, checkpoints: Path, *, elsewhere: bool) -> None:
+    """Give back the memory that a run's checkpoints take on this machine and, if asked and if they answer, on others."""
     shutil.rmtree(memory_root(checkpoints), ignore_errors=True)
-    for url in section.mirrors if mirrors else ():
-        with contextlib.suppress(PolyturnError):  # a daemon that is gone keeps nothing
-            deleted_after(guarded(open_store(url, access_of(section)), url), run_id, -1)
+    if elsewhere:
+        for tier in shared_tiers(tiers_of(section, run_id, checkpoints, lambda _: None), section):
+            if tier.name != REMOTE:
+                with contextlib.suppress(PolyturnError):  # a daemon that is gone keeps nothing
+                    deleted_after(tier.store, run_id, -1)
 
 
 def _mirrors(section: CheckpointSection) -> dict[str, str]:

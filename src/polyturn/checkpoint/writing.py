@@ -17,7 +17,8 @@ import torch
 from polyturn.checkpoint.arena import Slot
 from polyturn.checkpoint.files import write_files
 from polyturn.checkpoint.lanes import Lane
-from polyturn.checkpoint.places import LOCAL, scratch_root, tiers_of
+from polyturn.checkpoint.places import local_tiers, scratch_root, tiers_of
+from polyturn.checkpoint.sagemaker import TIERS, LibraryTiers
 from polyturn.config.schema import CheckpointSection
 from polyturn.storage.manifest import Manifest, seal, step_name
 
@@ -71,20 +72,23 @@ class Job:
 class CheckpointWriter:
     """Writes jobs, one after the other, and tells what became of them. Uploads go on beside the next job, by tier.
 
-    Raises what `tiers_of` raises.
+    Raises what `tiers_of` and `LibraryTiers` raise.
     """
 
     def __init__(self, settings: Settings, tell: Callable[[Event], None]) -> None:
         self._settings = settings
         self._tell = tell
         self._tiers = tiers_of(settings.section, settings.run_id, settings.checkpoints, self._say)
+        self._local = local_tiers(settings.section)
+        by_library = settings.section.backend == "sagemaker_tiered"
+        self._library = LibraryTiers(settings.section, self._tiers, self._say) if by_library else None
         self._lanes: dict[str, Lane[_Sealed]] = {}
         self._leaving = threading.Lock()
 
     def write(self, job: Job, memory: torch.Tensor) -> None:
         """Write one. Tells `written` when `memory` is free again, and `done` at last; raises nothing."""
         start, scratch = time.monotonic(), None
-        local = [name for name in job.tiers if name in LOCAL]
+        local = [name for name in job.tiers if name in self._local]
         try:
             scratch = scratch_root(self._settings.checkpoints, local) / f"{step_name(job.step)}-{uuid.uuid4().hex[:8]}"
             scratch.mkdir(parents=True)
@@ -101,7 +105,7 @@ class CheckpointWriter:
         self._tell({"event": "written", "step": job.step})
         sealed = _Sealed(job, manifest, scratch, start, set(job.tiers))
         for name in job.tiers:
-            if name not in LOCAL:
+            if name not in self._local:
                 self._upload(sealed, name)
         for name in local:
             self._publish(sealed, name)
@@ -123,7 +127,10 @@ class CheckpointWriter:
     def _publish(self, sealed: _Sealed, name: str) -> None:
         step = sealed.job.step
         try:
-            (outcome,) = self._tiers.publish(sealed.folder, sealed.manifest, only=[name])
+            if self._library is not None and name in TIERS:
+                outcome = self._library.publish(sealed.folder, sealed.manifest, name)
+            else:
+                (outcome,) = self._tiers.publish(sealed.folder, sealed.manifest, only=[name])
             if outcome.ok:
                 self._tell({"event": "tier", "step": step, "tier": name, "seconds": time.monotonic() - sealed.start})
                 for sentence in self._tiers.prune(only=[name]):

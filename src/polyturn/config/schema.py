@@ -416,6 +416,10 @@ class CheckpointKeep(Section):
 class CheckpointSection(Section):
     """When the state of a run is saved, and where. See docs/checkpoints.md."""
 
+    backend: Literal["polyturn", "sagemaker_tiered"] = "polyturn"
+    """`sagemaker_tiered`: Amazon's library for HyperPod writes memory and S3, and our manifest says what is whole there."""
+    memory_daemon: str | None = None
+    """With `sagemaker_tiered`: `http://HOST:PORT` of the memory daemon; null: where HyperPod serves its own."""
     every: CheckpointEvery = Field(default_factory=CheckpointEvery)
     """Every how many steps, by tier. A run that ends or is stopped is saved on every tier that is not null."""
     keep: CheckpointKeep = Field(default_factory=CheckpointKeep)

@@ -109,6 +109,11 @@ def check_packages(recipe: Recipe) -> None:
     needs = {
         "model.lora": ("peft", "lora", recipe.model.lora is not None),
         f"model.quantize={recipe.model.quantize}": ("bitsandbytes", "quantization", recipe.model.quantize is not None),
+        "checkpoint.backend=sagemaker_tiered": (
+            "amzn_sagemaker_checkpointing",
+            "sagemaker-checkpoints",
+            recipe.checkpoint.backend == "sagemaker_tiered",
+        ),
         "trainer.optimizer=adamw_8bit": ("bitsandbytes", "quantization", recipe.trainer.optimizer == "adamw_8bit"),
     }
     for key, (package, extra, needed) in needs.items():

@@ -192,7 +192,7 @@ class Saving:
         That of other machines is so when nothing is left to do: a run that was stopped may lose its disk with its machine.
         """
         safe = self.step == self._steps or REMOTE in self._every
-        free_memory_tiers(self._section, self._folder.root.name, self._folder.checkpoints, mirrors=safe)
+        free_memory_tiers(self._section, self._folder.root.name, self._folder.checkpoints, elsewhere=safe)
 
     def _forget_source(self) -> None:
         """The checkpoint that this run has started from is not needed any more: it has one of its own."""

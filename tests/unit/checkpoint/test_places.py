@@ -7,7 +7,7 @@ import pytest
 from parts.checkpoints import RUN, make
 from parts.memory_tier import memory_tier
 from polyturn.checkpoint import places
-from polyturn.checkpoint.places import free_memory_tiers, memory_root, remote_urls, scratch_root, tiers_of
+from polyturn.checkpoint.places import free_memory_tiers, memory_root, scratch_root, tiers_of
 from polyturn.config.schema import CheckpointEvery, CheckpointKeep, CheckpointSection
 from polyturn.errors import ConfigError
 
@@ -50,7 +50,6 @@ def test_mirrors_get_what_memory_gets(tmp_path, monkeypatch):
         ("s3", 50, 3, 0),
     ]
     assert [tier.store.url for tier in found[2:4]] == list(urls)
-    assert list(remote_urls(CheckpointSection(mirrors=urls, url="s3://b/p")).values()) == [*urls, "s3://b/p"]
 
 
 def test_memory_is_given_back_here_and_elsewhere(tmp_path, monkeypatch):
@@ -62,9 +61,9 @@ def test_memory_is_given_back_here_and_elsewhere(tmp_path, monkeypatch):
         found = tiers_of(section, RUN, checkpoints, print)
         for step in (0, 1):
             found.publish(*make(tmp_path / "work", step), only=["memory", "mirror-2"])
-        free_memory_tiers(section, RUN, checkpoints, mirrors=False)
+        free_memory_tiers(section, RUN, checkpoints, elsewhere=False)
         assert [(tier.name, stored.step) for tier, stored in found.checkpoints()] == [("mirror-2", 1), ("mirror-2", 0)]
-        free_memory_tiers(section, RUN, checkpoints, mirrors=True)
+        free_memory_tiers(section, RUN, checkpoints, elsewhere=True)
         assert list(found.checkpoints()) == []
 
 

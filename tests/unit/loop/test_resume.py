@@ -336,12 +336,28 @@ def test_a_mirror_outlives_the_machine_of_the_run(bench, monkeypatch, tmp_path, 
         monkeypatch.setattr("polyturn.checkpoint.places._SHARED_MEMORY", tmp_path)
         refused = bench("train", *RUN, *words)
         assert refused.code == 2
-        assert f"checkpoint.mirrors={peer} has checkpoints of a run cut already" in refused.err
+        assert f"{peer} has checkpoints of a run cut already" in refused.err
         ended = bench("train", *RUN, *words, "--resume")
         assert ended.code == 0
         assert "run cut goes on after step 2, from step_00000002 in tier mirror-2" in ended.out
         assert files_of(ended.folder)["model"] == files_of(whole.folder)["model"]
         assert not list((tmp_path / "peer").rglob("MANIFEST.json")), "the run has ended, and memory is for others again"
+
+
+@pytest.mark.real
+def test_a_run_goes_on_from_what_amazons_library_has_saved(bench, monkeypatch, tmp_path, whole):
+    pytest.importorskip("amzn_sagemaker_checkpointing")
+    with memory_tier(tmp_path / "daemon", hyperpod=True) as url:
+        daemon = f"checkpoint.memory_daemon={url.replace('memory-tier', 'http')}"
+        every = ["checkpoint.every.memory=1", "checkpoint.every.disk=4"]
+        words = ["run.name=cut", "checkpoint.backend=sagemaker_tiered", daemon, *every]
+        cut_run(bench, monkeypatch, "backward", 3, *words)
+        shutil.rmtree(bench.runs / "cut")
+        assert "has checkpoints of a run cut already" in bench("train", *RUN, *words).err
+        ended = bench("train", *RUN, *words, "--resume")
+        assert "run cut goes on after step 2, from step_00000002 in tier memory" in ended.out
+        assert files_of(ended.folder)["model"] == files_of(whole.folder)["model"]
+        assert not list((tmp_path / "daemon").rglob("*.meta")), "the run has ended, and the disk has its last checkpoint"
 
 
 @pytest.mark.real
