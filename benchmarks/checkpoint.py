@@ -175,7 +175,8 @@ class Measured:
             "copy_s": statistics.median(self.copies[1:]),
             "blocking_over_copy": statistics.median(over),
             "blocking_over_copy_all": over,
-            "durable_s": {tier: statistics.median(seconds[1:]) for tier, seconds in self.durable.items()},
+            "durable_s": {tier: statistics.median(seconds[1:] or seconds) for tier, seconds in self.durable.items()},
+            "durable_times": {tier: len(seconds) for tier, seconds in self.durable.items()},
             "extra_memory_bytes": self.extra_memory_bytes,
         }
         return {**found, "rounds_while_saving": statistics.median(self.rates)} if self.rates else found

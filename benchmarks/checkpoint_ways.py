@@ -75,9 +75,10 @@ class Ours(Way):
         self._saver.save(self._state, step=step, policy_version=step, tiers=self._tier_names, meta={})
 
         def wait() -> dict[str, float]:
-            late = self._saver.wait(step, DEADLINE_S)
+            self._saver.wait(step, DEADLINE_S)
             found = self._saver.metrics()
-            return {} if late else {tier: found[f"checkpoint/{tier}_s"] for tier in self._tier_names}
+            # A tier that has failed is said, and missing here.
+            return {tier: found[key] for tier in self._tier_names if (key := f"checkpoint/{tier}_s") in found}
 
         return wait
 
@@ -86,16 +87,19 @@ class Ours(Way):
 
     def recover(self) -> dict[str, Any]:
         tiers = tiers_of(self._section, "bench", self._folder / "checkpoints", print)
-        verify_and_fetch = {}
+        verify_and_fetch, fetched = dict[str, float](), list[Path]()
         for tier in tiers.tiers:
             only = tiers_of(self._section, "bench", self._folder / "checkpoints", print)
             only.tiers = tuple(one for one in only.tiers if one.name == tier.name)
             back = self._folder / f"back-{tier.name}"
             start = time.perf_counter()
-            assert only.fetch_newest(back).checkpoint is not None
+            if only.fetch_newest(back).checkpoint is None:
+                continue
             verify_and_fetch[tier.name] = time.perf_counter() - start
-            if tier is not tiers.tiers[-1]:
-                shutil.rmtree(back)
+            fetched.append(back)
+            if len(fetched) > 1:
+                shutil.rmtree(fetched.pop(0))
+        (back,) = fetched
         empty = {name: {key: torch.empty_like(one) for key, one in tensors.items()} for name, tensors in self._state.items()}
         into, _ = split(empty)
         start = time.perf_counter()
