@@ -69,8 +69,10 @@ class Saving:
         self._steps = filled(recipe.run.steps)
         self._state, self._random = start, random_state()
         self._task: asyncio.Task[None] | None = None
-        # A run without a save before its end has nothing to do beside that one.
-        self._separate = any(start.step // every < (self._steps - 1) // every for every in self._every.values())
+        # A run without a save before its end has nothing to do beside that one. But Amazon's library has threads that hang.
+        self._separate = self._section.backend == "sagemaker_tiered" or any(
+            start.step // every < (self._steps - 1) // every for every in self._every.values()
+        )
         self._checkpointer = Checkpointer(
             Settings(run_id=folder.root.name, checkpoints=folder.checkpoints, section=self._section),
             say=say,
