@@ -1,10 +1,12 @@
 """What a checkpoint costs: how long training stands still, when it is durable, how long a resume takes, and the memory.
 
-    python benchmarks/checkpoint.py --gib 0.1 1 4 [--device cuda] [--out FILE]
+    python benchmarks/checkpoint.py --gib 0.1 1 4 --s3-endpoint http://127.0.0.1:8333 [--amazon] --out FILE
+    python benchmarks/checkpoint.py --parameters 1.5e9 --device cuda --out FILE
 
-Side by side, on the same state, in the same run: this package (copy, then a process writes), a plain `torch.save` that is
-waited for, and `async_save` of torch.distributed.checkpoint without a stager. While a save is under way the main thread goes
-on computing, and how much slower it does so is measured too. A GPU's copy is held against its copy bandwidth, measured here.
+Side by side, on one state, in turns: a plain copy of the same bytes to memory that is there (pinned, from a GPU), this package
+(copy, then a process writes), `torch.save` that is waited for, `async_save` of torch without a stager, and Amazon's library.
+Every save is held against the plain copy just before it: what others do on the machine is then in both. While a save is under
+way the main thread goes on computing, and how much slower it does so is measured too.
 """
 
 from __future__ import annotations
@@ -17,23 +19,23 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import describe_machine
+from checkpoint_ways import AmazonsLibrary, AsyncSave, Ours, TorchSave, Way, tensors_of
+from machine import PACKAGES, describe_machine
 
-from polyturn.checkpoint.checkpointer import Checkpointer
-from polyturn.checkpoint.files import read_rest, read_state
-from polyturn.checkpoint.places import memory_root, tiers_of
-from polyturn.checkpoint.tree import split
-from polyturn.checkpoint.writing import Settings
-from polyturn.config.schema import CheckpointEvery, CheckpointSection
+from polyturn.checkpoint.arena import Arena
 
 GIB = 1 << 30
-SAVES = 3
-DEADLINE_S = 600.0
+MOST_COPY_BYTES = GIB
+"""Memory that the plain copy goes to; a larger state is copied there piece by piece."""
+MOST_IN_MEMORY_TIER = 2 * GIB
+"""States above are saved to disk and S3 only: the memory tier holds two of them for a moment."""
 
 
 def make_state(gib: float, device: str) -> dict[str, Any]:
@@ -44,7 +46,38 @@ def make_state(gib: float, device: str) -> dict[str, Any]:
     return {name: {str(i): torch.randn(size, device=device) for i in range(count // 3)} for name in names}
 
 
-def memory_bytes(pids: list[int]) -> int:
+def make_training_state(parameters: float, device: str) -> dict[str, Any]:
+    """Bfloat16 weights, float32 masters and the two averages: 14 bytes a parameter, in tensors of 4 Mi parameters."""
+    count = max(1, round(parameters / (4 << 20)))
+    kinds = {"model": torch.bfloat16, "masters": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+    return {
+        name: {str(i): torch.randn(4 << 20, device=device).to(dtype) for i in range(count)} for name, dtype in kinds.items()
+    }
+
+
+class PlainCopy:
+    """Copies all tensors to memory that is there already, and says how long it took."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._tensors = tensors_of(state)
+        on_gpu = self._tensors[0].is_cuda
+        size = min(MOST_COPY_BYTES, sum(one.numel() * one.element_size() for one in self._tensors))
+        self._target = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
+        self._on_gpu = on_gpu
+
+    def __call__(self) -> float:
+        at, start = 0, time.perf_counter()
+        for one in self._tensors:
+            num_bytes = one.numel() * one.element_size()
+            at = 0 if at + num_bytes > self._target.numel() else at
+            self._target[at : at + num_bytes].view(one.dtype).copy_(one.view(-1), non_blocking=self._on_gpu)
+            at += num_bytes
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+
+def memory_bytes(pids: Sequence[int]) -> int:
     """Memory of processes, each page that several of them have divided among them."""
     total = 0
     for pid in pids:
@@ -57,32 +90,30 @@ def memory_bytes(pids: list[int]) -> int:
     return total
 
 
-class Peak:
-    """The most memory that this process and those it started use together, and this machine's shared memory, while it is on."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Peak:
-        self._start = memory_bytes(_family())
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopped.wait(0.05):
-            self.bytes = max(self.bytes, memory_bytes(_family()) - self._start)
-
-
-def _family() -> list[int]:
+def _used() -> int:
     from polyturn.processes.descendants import descendants
 
-    return [os.getpid(), *(found.pid for found in descendants())]
+    own = memory_bytes([os.getpid(), *(found.pid for found in descendants())])
+    files = os.statvfs("/dev/shm")
+    return own + (files.f_blocks - files.f_bfree) * files.f_frsize
+
+
+@contextmanager
+def peak() -> Iterator[list[int]]:
+    """The most memory that this process, those it started and shared memory take on top, while it is on."""
+    found, stopped, start = [0], threading.Event(), _used()
+
+    def watch() -> None:
+        while not stopped.wait(0.1):
+            found[0] = max(found[0], _used() - start)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield found
+    finally:
+        stopped.set()
+        watcher.join()
 
 
 def busy(until: Callable[[], bool]) -> float:
@@ -99,142 +130,176 @@ def alone_rounds() -> float:
     return busy(lambda: time.perf_counter() > end)
 
 
-def measure_ours(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    section = CheckpointSection(every=CheckpointEvery(memory=1, disk=1))
-    settings = Settings(run_id="bench", checkpoints=folder / "checkpoints", section=section)
-    saver = Checkpointer(settings, say=print, separate=True, log=folder / "writer.log")
-    blocking, memory, disk, rate = [], [], [], []
-    with Peak() as peak:
-        saver.start()
+@dataclass
+class Measured:
+    """Of one way, over its saves."""
+
+    blocking: list[float] = field(default_factory=list)
+    copies: list[float] = field(default_factory=list)
+    durable: dict[str, list[float]] = field(default_factory=dict)
+    rates: list[float] = field(default_factory=list)
+    extra_memory_bytes: int = 0
+
+    def save(self, way: Way, step: int, plain: PlainCopy) -> None:
+        """One save, with the plain copy before it."""
+        self.copies.append(plain())
         start = time.perf_counter()
-        saver.reserve(state)
-        reserve_s = time.perf_counter() - start
-        for step in range(1, SAVES + 1):
-            start = time.perf_counter()
-            saver.save(state, step=step, policy_version=step, tiers=["memory", "disk"], meta={})
-            blocking.append(time.perf_counter() - start)
-            done = threading.Event()
-            waiter = threading.Thread(target=lambda: (saver.wait(step, DEADLINE_S), done.set()))  # noqa: B023 - joined below
-            waiter.start()
-            rate.append(busy(done.is_set))
-            waiter.join()
-            found = saver.metrics()
-            memory.append(found["checkpoint/memory_s"])
-            disk.append(found["checkpoint/disk_s"])
-    saver.close(60)
-    tiers = tiers_of(section, "bench", folder / "checkpoints", print)
-    start = time.perf_counter()
-    assert tiers.fetch_newest(folder / "back").checkpoint is not None
-    fetch_s = time.perf_counter() - start
-    into, _ = split({name: {key: torch.empty_like(one) for key, one in tensors.items()} for name, tensors in state.items()})
-    start = time.perf_counter()
-    back = read_state(folder / "back", read_rest(folder / "back"), into)
-    load_s = time.perf_counter() - start
-    equal = all(torch.equal(back[name][key], one) for name, tensors in state.items() for key, one in tensors.items())
-    shutil.rmtree(memory_root(folder / "checkpoints"), ignore_errors=True)
+        pending = way.save(step)
+        self.blocking.append(time.perf_counter() - start)
+        done, found = threading.Event(), dict[str, float]()
+
+        def wait() -> None:
+            try:
+                found.update(pending())
+            finally:
+                done.set()
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        rate = busy(done.is_set)
+        waiter.join()
+        if len(found) == 0:
+            raise SystemExit(f"{way.name}: the save of step {step} failed")
+        if way.goes_on:
+            self.rates.append(rate)
+        for tier, seconds in found.items():
+            self.durable.setdefault(tier, []).append(seconds)
+
+    def result(self) -> dict[str, Any]:
+        """The first save, and medians of the others."""
+        over = [blocked / copied for blocked, copied in zip(self.blocking[1:], self.copies[1:], strict=True)]
+        found = {
+            "first_blocking_s": self.blocking[0],
+            "first_blocking_over_copy": self.blocking[0] / self.copies[0],
+            "blocking_s": statistics.median(self.blocking[1:]),
+            "copy_s": statistics.median(self.copies[1:]),
+            "blocking_over_copy": statistics.median(over),
+            "blocking_over_copy_all": over,
+            "durable_s": {tier: statistics.median(seconds[1:] or seconds) for tier, seconds in self.durable.items()},
+            "durable_times": {tier: len(seconds) for tier, seconds in self.durable.items()},
+            "extra_memory_bytes": self.extra_memory_bytes,
+        }
+        return {**found, "rounds_while_saving": statistics.median(self.rates)} if self.rates else found
+
+
+def in_turns(ways: Sequence[Callable[[], Way]], plain: PlainCopy, saves: int) -> dict[str, Any]:
+    """Each way once by itself, then all in turns, then what it takes to come back."""
+    found: dict[str, Measured] = {}
+    made: list[Way] = []
+    result: dict[str, Any] = {}
+    try:
+        for make in ways:
+            with peak() as most:
+                way = make()
+                made.append(way)
+                found[way.name] = Measured()
+                found[way.name].save(way, 1, plain)
+            found[way.name].extra_memory_bytes = most[0]
+        for step in range(2, saves + 2):
+            for way in made:
+                found[way.name].save(way, step, plain)
+        for way in made:
+            way.end()
+            result[way.name] = {**found[way.name].result(), **way.recover()}
+            print(f"{way.name}: {json.dumps(result[way.name])}", flush=True)
+    finally:
+        for way in made:
+            way.close()
+    return result
+
+
+def hidden(state: dict[str, Any], device: str, step_s: float) -> dict[str, float]:
+    """How much longer products of matrices take, which stand for generation, when the copy goes on beside them."""
+    arena, tensors = Arena(), {str(number): one for number, one in enumerate(tensors_of(state))}
+    size = 4096 if device != "cpu" else 512
+    left = torch.randn(size, size, device=device, dtype=torch.bfloat16 if device != "cpu" else torch.float32)
+
+    def work(rounds: int) -> float:
+        start, found = time.perf_counter(), left
+        for _ in range(rounds):
+            found = torch.tanh(found @ left)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    try:
+        arena.stage(tensors)
+        rounds = max(1, int(20 * 3.0 / max(work(20), 1e-6)))  # some 3 s
+        alone, beside, copies = [], [], []
+        for _ in range(3):
+            alone.append(work(rounds))
+            thread = threading.Thread(target=lambda: copies.append(_seconds(lambda: arena.stage(tensors))))
+            thread.start()
+            beside.append(work(rounds))
+            thread.join()
+    finally:
+        arena.close()
+    lost = max(0.0, statistics.median(beside) - statistics.median(alone))
     return {
-        "first_blocking_s": blocking[0],
-        "blocking_s": statistics.median(blocking[1:]),
-        "reserve_s": reserve_s,
-        "durable_in_memory_s": statistics.median(memory[1:]),
-        "first_durable_in_memory_s": memory[0],
-        "durable_on_disk_s": statistics.median(disk[1:]),
-        "verify_and_fetch_s": fetch_s,
-        "load_s": load_s,
-        "equal": equal,
-        "extra_memory_bytes": peak.bytes,
-        "rounds_while_saving": statistics.median(rate),
+        "alone_s": statistics.median(alone),
+        "beside_a_copy_s": statistics.median(beside),
+        "copy_s": statistics.median(copies),
+        "lost_s": lost,
+        "step_s": step_s,
+        "lost_share_of_a_step": lost / step_s,
     }
 
 
-def measure_torch_save(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    blocking = []
-    with Peak() as peak:
-        for number in range(SAVES):
-            start = time.perf_counter()
-            with (folder / f"{number}.pt").open("wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            blocking.append(time.perf_counter() - start)
+def _seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
-    torch.load(folder / "0.pt", weights_only=True)
-    load_s = time.perf_counter() - start
-    return {
-        "first_blocking_s": blocking[0],
-        "blocking_s": statistics.median(blocking[1:]),
-        "durable_on_disk_s": statistics.median(blocking[1:]),
-        "load_s": load_s,
-        "extra_memory_bytes": peak.bytes,
-    }
+    call()
+    return time.perf_counter() - start
 
 
-def measure_async_save(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    blocking, disk, rate = [], [], []
-    with Peak() as peak:
-        for number in range(SAVES):
-            start = time.perf_counter()
-            future = dcp.async_save(state, checkpoint_id=folder / f"async-{number}")
-            blocking.append(time.perf_counter() - start)
-            rate.append(busy(future.done))
-            future.result()
-            disk.append(time.perf_counter() - start)
-    return {
-        "first_blocking_s": blocking[0],
-        "blocking_s": statistics.median(blocking[1:]),
-        "durable_on_disk_s": statistics.median(disk[1:]),
-        "extra_memory_bytes": peak.bytes,
-        "rounds_while_saving": statistics.median(rate),
-    }
-
-
-def copy_bandwidth(num_bytes: int, device: str) -> float:
-    """Bytes a second of a plain copy to memory that is there already (pinned, from a GPU)."""
-    source = torch.ones(num_bytes // 4, device=device)
-    target = torch.ones(num_bytes // 4, pin_memory=device != "cpu")
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        target.copy_(source)
-        times.append(time.perf_counter() - start)
-    return num_bytes / min(times)
+def measure(state: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """All ways on one state."""
+    num_bytes = sum(one.numel() * one.element_size() for one in tensors_of(state))
+    plain = PlainCopy(state)
+    plain()
+    row: dict[str, Any] = {"bytes": num_bytes, "saves": args.saves, "rounds_alone": alone_rounds()}
+    in_memory = num_bytes <= MOST_IN_MEMORY_TIER or args.device != "cpu"
+    tiers = [*(["memory"] if in_memory else []), "disk", *(["s3"] if args.s3_endpoint else [])]
+    folder = Path(tempfile.mkdtemp(dir=args.folder, prefix="polyturn-bench-"))
+    try:
+        ways: list[Callable[[], Way]] = [
+            lambda: Ours(state, folder / "ours", tiers, args.s3_endpoint),
+            lambda: TorchSave(state, folder / "torch"),
+        ]
+        row |= in_turns(ways, plain, args.saves)
+        row |= in_turns([lambda: AsyncSave(state, folder / "async")], plain, args.saves)
+        if args.amazon and in_memory:
+            for endpoint in (None, *([args.s3_endpoint] if args.s3_endpoint else [])):
+                row |= in_turns([lambda: AmazonsLibrary(state, folder / "daemon", endpoint)], plain, args.saves)  # noqa: B023
+        row["hidden"] = hidden(state, args.device, args.step_s)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, nargs="+", default=[0.1, 1.0])
+    parser.add_argument("--gib", type=float, nargs="*", default=[], help="states of float32 weights and two averages")
+    parser.add_argument("--parameters", type=float, help="the state of a model trained in bfloat16 with AdamW, such as 1.5e9")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--saves", type=int, default=3, help="after the first, in turns (default 3)")
+    parser.add_argument("--step-s", type=float, default=20.0, help="a step of training, for the share that is lost of it")
+    parser.add_argument("--s3-endpoint", help="of a server that speaks S3's protocol, with a bucket `bench`")
+    parser.add_argument("--amazon", action="store_true", help="also amzn-sagemaker-checkpointing, which must be installed")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one when left out")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    makers: list[Callable[[], dict[str, Any]]] = [lambda gib=gib: make_state(gib, args.device) for gib in args.gib]
+    if args.parameters:
+        makers.append(lambda: make_training_state(args.parameters, args.device))
     results = []
-    for gib in args.gib:
-        state = make_state(gib, args.device)
-        num_bytes = sum(one.numel() * 4 for tensors in state.values() for one in tensors.values())
-        row: dict[str, Any] = {"bytes": num_bytes, "copy_bytes_per_s": copy_bandwidth(min(num_bytes, GIB), args.device)}
-        row["rounds_alone"] = alone_rounds()
-        for measure in (measure_ours, measure_torch_save, measure_async_save):
-            folder = Path(tempfile.mkdtemp(dir=args.folder, prefix="polyturn-bench-"))
-            try:
-                row[measure.__name__.removeprefix("measure_")] = measure(state, folder)
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-        row["blocking_over_copy"] = row["ours"]["blocking_s"] / (num_bytes / row["copy_bytes_per_s"])
-        results.append(row)
-        print(json.dumps(row, indent=1), flush=True)
-    whole = {
-        "benchmark": "checkpoint",
-        **describe_machine(),
-        "results": results,
-    }
-    if args.out is not None:
-        args.out.write_text(json.dumps(whole, indent=1) + "\n")
+    packages = [*PACKAGES, *(["amzn-sagemaker-checkpointing", "s3torchconnector"] if args.amazon else [])]
+    for make in makers:
+        results.append(measure(make(), args))
+        whole = {"benchmark": "checkpoint", **describe_machine(packages), "results": results}
+        if args.out is not None:  # after each, so that a run that is cut leaves what it has
+            args.out.write_text(json.dumps(whole, indent=1) + "\n")
+    print(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def test_killed_again_and_again_it_ends_as_it_would_have(place):
     place.assert_same("cut", "whole")
 
 
-def test_shards_are_saved_whole_and_gone_on_from(place):
+def test_shards_are_saved_whole_and_gone_on_from_in_any_layout(place):
     """Of fsdp2's ranks: what one of them wrote is the policy that all of them exported, and they go on from it."""
     shards = ("trainer.num_ranks=2", "trainer.parallel=fsdp2", "engine.kind=hf_server", "engine.deterministic=false")
     words = (*shards, "checkpoint.every.disk=1000")
@@ -130,3 +130,15 @@ def test_shards_are_saved_whole_and_gone_on_from(place):
     assert place.run("cut", *words, f"run.steps={step + 3}", "--resume") == 0, place.said("cut")
     assert f"goes on after step {step}" in place.said("cut")
     assert place.steps("cut") == step + 3
+
+    exported = load_file(place.of("cut") / "export" / "model.safetensors")
+    for layout in (
+        ("trainer.num_ranks=1", "trainer.parallel=single"),
+        ("trainer.num_ranks=2", "trainer.parallel=ddp"),
+        ("trainer.num_ranks=2", "trainer.parallel=fsdp2"),
+    ):
+        assert place.run("cut", *words, *layout, f"run.steps={step + 3}", "--resume") == 0, place.said("cut")
+        again = load_file(place.of("cut") / "export" / "model.safetensors")
+        assert all(torch.equal(tensor, again[name]) for name, tensor in exported.items()), layout
+    assert place.run("cut", *words, *layout, f"run.steps={step + 4}", "--resume") == 0, place.said("cut")
+    assert place.steps("cut") == step + 4

@@ -5,7 +5,8 @@
       state.json                 everything that is no tensor
       MANIFEST.json              sizes and checksums, written last; see `polyturn.storage`
 
-Nothing is unpickled but `.metadata`, and of that only torch's own descriptions of tensors.
+Where Amazon's library has written, `metadata.metadata` and `checkpoint.pt` stand for the first two: the same classes describe
+the same tensors, laid out as torch does. Nothing is unpickled but descriptions, and of them only torch's own classes.
 """
 
 from __future__ import annotations
@@ -16,21 +17,24 @@ import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from polyturn.checkpoint.tree import Tensors, join, paths_in
 from polyturn.errors import CheckpointError, ResourceError
+from polyturn.storage.stores.sagemaker_names import DATA, METADATA
 
 STATE = "state.json"
 _FORMAT = 1
+_LIBRARY = "amzn_sagemaker_checkpointing.checkpointing.filesystem.storage_info"
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": None,
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
@@ -50,7 +54,7 @@ _UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, KeyError, AssertionE
 def write_files(folder: Path, tensors: Mapping[str, torch.Tensor], rest: Any) -> None:
     """Write both parts of a state into `folder`, which exists and is empty. Raises what went wrong, OSError for the disk."""
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=False)
-    with _quiet():
+    with quiet():
         save(dict(tensors), storage_writer=writer, no_dist=True)
     whole = {"format": _FORMAT, "state": rest}
     with (folder / STATE).open("w", encoding="utf-8") as file:
@@ -99,11 +103,17 @@ def read_state(folder: Path, rest: Any, into: Mapping[str, torch.Tensor] | None 
         targets[path] = torch.empty(shape, dtype=dtype) if given is None else given.detach()
     try:
         if targets:
-            with _quiet():
+            with quiet():
                 load(targets, storage_reader=reader, no_dist=True)
     except _UNREADABLE as error:
         raise ResourceError(f"{folder} can't be read ({type(error).__name__}: {error}); choose another checkpoint") from error
     return join(rest, targets)
+
+
+def read_tensors(folder: Path) -> Tensors:
+    """All tensors of a checkpoint, by path, in CPU memory. Raises ResourceError."""
+    found: Tensors = read_state(folder, {path: {"tensor": path} for path in _Reader(folder).described()})
+    return found
 
 
 class _Reader(FileSystemReader):
@@ -115,15 +125,18 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """See `FileSystemReader.read_metadata`. Raises ResourceError."""
+        path = self._folder / ".metadata"
+        if not path.exists() and (self._folder / METADATA).exists():
+            path = self._folder / METADATA
         try:
-            with (self._folder / ".metadata").open("rb") as file:
+            with path.open("rb") as file:
                 metadata = _Unpickler(file).load()
             if not isinstance(metadata, Metadata):
                 raise pickle.UnpicklingError(f"a {type(metadata).__name__}")
+            if path.name == METADATA:
+                metadata.storage_data = {index: place.in_file() for index, place in metadata.storage_data.items()}
         except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ValueError, IndexError, KeyError) as error:
-            raise ResourceError(
-                f"{self._folder / '.metadata'} can't be read ({type(error).__name__}: {error}); choose another checkpoint"
-            ) from error
+            raise ResourceError(f"{path} can't be read ({type(error).__name__}: {error}); choose another checkpoint") from error
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -139,8 +152,25 @@ class _Reader(FileSystemReader):
         }
 
 
+@dataclass
+class _LibraryPlace:
+    """Stands for the class with which Amazon's library says where a tensor lies."""
+
+    rank: int
+    offset: int
+    length: int
+
+    def in_file(self) -> _StorageInfo:
+        """The same in torch's words. Raises ValueError for a rank that has written no file here."""
+        if self.rank != 0:
+            raise ValueError(f"a tensor of rank {self.rank}")
+        return _StorageInfo(DATA, self.offset, self.length)
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (_LIBRARY, "_SageMakerStorageInfo"):
+            return _LibraryPlace
         if module in _ALLOWED and "." not in name:
             names, found = _ALLOWED[module], getattr(importlib.import_module(module), name)
             if name in names if names is not None else getattr(found, "__module__", None) == module:
@@ -151,8 +181,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warning that nobody else takes part, which is how it is meant; errors are those of this rank."""
+def quiet() -> Iterator[None]:
+    """Around torch's save and load: no warning that nobody else takes part, as is meant; errors are those of this rank."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized.*")
         try:

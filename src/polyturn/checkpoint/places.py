@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from polyturn.config.schema import CheckpointSection
-from polyturn.errors import ConfigError
+from polyturn.config.schema import CheckpointSection, filled
+from polyturn.errors import ConfigError, PolyturnError
+from polyturn.storage.retention import deleted_after
 from polyturn.storage.stores import Access, Encryption, LocalStore, open_store
+from polyturn.storage.stores.hyperpod import DAEMON, HyperPodStore
+from polyturn.storage.stores.sagemaker_s3 import SagemakerS3Store
 from polyturn.storage.tiers import Tier, Tiers
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -19,18 +24,57 @@ WRITING = ".writing"
 """Folder in which a checkpoint is put together."""
 
 
+def cadence(section: CheckpointSection) -> dict[str, int]:
+    """Every how many steps each tier is due, the fastest first; those that are not used are left out."""
+    every = section.every
+    remote = None if section.url is None else every.s3 or every.disk or 1
+    found = {MEMORY: every.memory, DISK: every.disk, **dict.fromkeys(_mirrors(section), every.memory), REMOTE: remote}
+    return {tier: steps for tier, steps in found.items() if steps is not None}
+
+
+def local_tiers(section: CheckpointSection) -> tuple[str, ...]:
+    """Tiers that are folders of this machine; all others go over a network."""
+    return (DISK,) if section.backend == "sagemaker_tiered" else (MEMORY, DISK)
+
+
 def tiers_of(section: CheckpointSection, run_id: str, checkpoints: Path, say: Callable[[str], None]) -> Tiers:
     """The tiers that a recipe asks for, the fastest first. Raises ConfigError for a URL that no store takes."""
-    every, keep, found = section.every, section.keep, list[Tier]()
-    if every.memory is not None:
-        found.append(Tier(MEMORY, LocalStore(_own(memory_root(checkpoints))), every.memory, keep.memory))
-    if every.disk is not None:
-        found.append(Tier(DISK, LocalStore(checkpoints), every.disk, keep.disk, keep.milestones))
-    if section.url is not None:
-        remote = every.s3 or every.disk or 1
-        store = open_store(section.url, access_of(section))
-        found.append(Tier(REMOTE, store, remote, keep.s3, keep.milestones))
+    keep, mirrors, found = section.keep, _mirrors(section), list[Tier]()
+    of_sagemaker = section.backend == "sagemaker_tiered"
+    for name, every in cadence(section).items():
+        if name == MEMORY and of_sagemaker:
+            found.append(Tier(name, HyperPodStore(section.memory_daemon or DAEMON), every, keep.memory))
+        elif name == MEMORY:
+            found.append(Tier(name, LocalStore(_own(memory_root(checkpoints))), every, keep.memory))
+        elif name == DISK:
+            found.append(Tier(name, LocalStore(checkpoints), every, keep.disk, keep.milestones))
+        elif name in mirrors:
+            found.append(Tier(name, open_store(mirrors[name], access_of(section)), every, keep.memory))
+        else:
+            store = open_store(filled(section.url), access_of(section))
+            store = SagemakerS3Store(store) if of_sagemaker else store
+            found.append(Tier(name, store, every, keep.s3, keep.milestones))
     return Tiers(run_id, found, say=say)
+
+
+def shared_tiers(tiers: Tiers, section: CheckpointSection) -> list[Tier]:
+    """Those that other machines share, so that another run of the same name may be there."""
+    return [tier for tier in tiers.tiers if tier.name not in local_tiers(section)]
+
+
+def free_memory_tiers(section: CheckpointSection, run_id: str, checkpoints: Path, *, elsewhere: bool) -> None:
+    """Give back the memory that a run's checkpoints take on this machine and, if asked and if they answer, on others."""
+    shutil.rmtree(memory_root(checkpoints), ignore_errors=True)
+    if elsewhere:
+        for tier in shared_tiers(tiers_of(section, run_id, checkpoints, lambda _: None), section):
+            if tier.name != REMOTE:
+                with contextlib.suppress(PolyturnError):  # a daemon that is gone keeps nothing
+                    deleted_after(tier.store, run_id, -1)
+
+
+def _mirrors(section: CheckpointSection) -> dict[str, str]:
+    """URLs of the memory of other machines, by tier."""
+    return {f"mirror-{number}": url for number, url in enumerate(section.mirrors, 1)}
 
 
 def access_of(section: CheckpointSection) -> Access:

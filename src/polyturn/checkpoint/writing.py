@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import shutil
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,15 +16,14 @@ import torch
 
 from polyturn.checkpoint.arena import Slot
 from polyturn.checkpoint.files import write_files
-from polyturn.checkpoint.places import REMOTE, scratch_root, tiers_of
+from polyturn.checkpoint.lanes import Lane
+from polyturn.checkpoint.places import local_tiers, scratch_root, tiers_of
+from polyturn.checkpoint.sagemaker import TIERS, LibraryTiers
 from polyturn.config.schema import CheckpointSection
 from polyturn.storage.manifest import Manifest, seal, step_name
 
 Event: TypeAlias = "dict[str, Any]"
 """What a writer tells: `{"event": "written" | "tier" | "failed" | "said" | "done", "step": N, ...}`."""
-
-_MOST_WAITING = 1
-"""Uploads that wait for the one under way. Another one takes the place of the one that waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,22 +70,25 @@ class Job:
 
 
 class CheckpointWriter:
-    """Writes jobs, one after the other, and tells what became of them. Uploads go on beside the next job.
+    """Writes jobs, one after the other, and tells what became of them. Uploads go on beside the next job, by tier.
 
-    Raises what `tiers_of` raises.
+    Raises what `tiers_of` and `LibraryTiers` raise.
     """
 
     def __init__(self, settings: Settings, tell: Callable[[Event], None]) -> None:
         self._settings = settings
         self._tell = tell
         self._tiers = tiers_of(settings.section, settings.run_id, settings.checkpoints, self._say)
-        self._uploads: queue.Queue[_Upload | None] = queue.Queue()
-        self._uploader: threading.Thread | None = None
+        self._local = local_tiers(settings.section)
+        by_library = settings.section.backend == "sagemaker_tiered"
+        self._library = LibraryTiers(settings.section, self._tiers, self._say) if by_library else None
+        self._lanes: dict[str, Lane[_Sealed]] = {}
+        self._leaving = threading.Lock()
 
     def write(self, job: Job, memory: torch.Tensor) -> None:
         """Write one. Tells `written` when `memory` is free again, and `done` at last; raises nothing."""
         start, scratch = time.monotonic(), None
-        local = [name for name in job.tiers if name != REMOTE]
+        local = [name for name in job.tiers if name in self._local]
         try:
             scratch = scratch_root(self._settings.checkpoints, local) / f"{step_name(job.step)}-{uuid.uuid4().hex[:8]}"
             scratch.mkdir(parents=True)
@@ -102,53 +103,54 @@ class CheckpointWriter:
             self._tell({"event": "done", "step": job.step})
             return
         self._tell({"event": "written", "step": job.step})
-        upload = _Upload(job, manifest, scratch, start)
+        sealed = _Sealed(job, manifest, scratch, start, set(job.tiers))
+        for name in job.tiers:
+            if name not in self._local:
+                self._upload(sealed, name)
         for name in local:
-            self._publish(upload, name)
-        if REMOTE in job.tiers:
-            self._upload(upload)
-        else:
-            self._finish(upload)
+            self._publish(sealed, name)
+        if not job.tiers:
+            self._leave(sealed, "")
 
     def close(self) -> None:
         """Wait for the uploads."""
-        if self._uploader is not None:
-            self._uploads.put(None)
-            self._uploader.join()
+        for lane in self._lanes.values():
+            lane.close()
 
-    def _publish(self, upload: _Upload, name: str) -> None:
+    def _upload(self, sealed: _Sealed, name: str) -> None:
+        if name not in self._lanes:
+            self._lanes[name] = Lane(f"uploads to {name}", partial(self._publish, name=name))
+        for older in self._lanes[name].add(sealed):
+            self._failed(older.job, f"{step_name(older.job.step)} is not in tier {name}: uploads are slower than saves")
+            self._leave(older, name)
+
+    def _publish(self, sealed: _Sealed, name: str) -> None:
+        step = sealed.job.step
         try:
-            (outcome,) = self._tiers.publish(upload.folder, upload.manifest, only=[name])
-            if not outcome.ok:
-                self._failed(upload.job, outcome.sentence, said=True)
-                return
-            self._tell({"event": "tier", "step": upload.job.step, "tier": name, "seconds": time.monotonic() - upload.start})
-            for sentence in self._tiers.prune(only=[name]):
-                if "deleted" not in sentence:
-                    self._say(sentence)
+            if self._library is not None and name in TIERS:
+                outcome = self._library.publish(sealed.folder, sealed.manifest, name)
+            else:
+                (outcome,) = self._tiers.publish(sealed.folder, sealed.manifest, only=[name])
+            if outcome.ok:
+                self._tell({"event": "tier", "step": step, "tier": name, "seconds": time.monotonic() - sealed.start})
+                for sentence in self._tiers.prune(only=[name]):
+                    if "deleted" not in sentence:
+                        self._say(sentence)
+            else:
+                self._failed(sealed.job, outcome.sentence, said=True)
         except Exception as error:  # whatever a store's library raises
-            self._failed(upload.job, f"{step_name(upload.job.step)} is not in tier {name}: {type(error).__name__}: {error}")
+            self._failed(sealed.job, f"{step_name(step)} is not in tier {name}: {type(error).__name__}: {error}")
+        finally:
+            self._leave(sealed, name)
 
-    def _upload(self, upload: _Upload) -> None:
-        if self._uploader is None:
-            self._uploader = threading.Thread(target=self._run_uploads, name="uploads checkpoints", daemon=True)
-            self._uploader.start()
-        while self._uploads.qsize() >= _MOST_WAITING:
-            with contextlib.suppress(queue.Empty):
-                older = self._uploads.get_nowait()
-                assert older is not None, "nothing comes after the end"
-                self._failed(older.job, f"{step_name(older.job.step)} is not in tier {REMOTE}: uploads are slower than saves")
-                self._finish(older)
-        self._uploads.put(upload)
-
-    def _run_uploads(self) -> None:
-        while (upload := self._uploads.get()) is not None:
-            self._publish(upload, REMOTE)
-            self._finish(upload)
-
-    def _finish(self, upload: _Upload) -> None:
-        _remove(upload.folder)
-        self._tell({"event": "done", "step": upload.job.step})
+    def _leave(self, sealed: _Sealed, name: str) -> None:
+        """One tier needs the folder no more; with the last one it goes."""
+        with self._leaving:
+            sealed.needed_by.discard(name)
+            last = not sealed.needed_by
+        if last:
+            _remove(sealed.folder)
+            self._tell({"event": "done", "step": sealed.job.step})
 
     def _failed(self, job: Job, sentence: str, *, said: bool = False) -> None:
         self._tell({"event": "failed", "step": job.step, "sentence": sentence, "said": said})
@@ -157,14 +159,15 @@ class CheckpointWriter:
         self._tell({"event": "said", "sentence": sentence})
 
 
-@dataclass(frozen=True, slots=True)
-class _Upload:
+@dataclass(slots=True)
+class _Sealed:
     """A sealed checkpoint on its way to its tiers."""
 
     job: Job
     manifest: Manifest
     folder: Path
     start: float
+    needed_by: set[str]
 
 
 def _remove(folder: Path | None) -> None:

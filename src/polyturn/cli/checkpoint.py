@@ -182,20 +182,27 @@ def _verdicts(args: argparse.Namespace, *, deep: bool) -> list[Verdict]:
     found = _found(args)
     if isinstance(found, Path):
         return [judge_folder(found, deep=deep)]
-    return [judge(stored, deep=deep) for selection in _asked(found) for stored in selection.steps()]
+    named = len(found) > 1  # the tiers of a run
+    return [
+        judge(stored, deep=deep, tier=selection.tier if named else "")
+        for selection in _asked(found)
+        for stored in selection.steps()
+    ]
 
 
 def _line(verdict: Verdict, *, whole: str) -> str:
     manifest = verdict.manifest
     version = "" if manifest is None else f"policy version {manifest.policy_version}, {manifest.created}"
     state = whole if verdict.fault is None else f"NOT WHOLE: {verdict.fault}"
-    return f"step {verdict.step:>8}  {_size(verdict.num_bytes):>10}  {version:<50}  {state}  {verdict.where}"
+    tier = f"{verdict.tier:<9}  " if verdict.tier else ""
+    return f"step {verdict.step:>8}  {tier}{_size(verdict.num_bytes):>10}  {version:<50}  {state}  {verdict.where}"
 
 
 def _as_json(verdict: Verdict) -> dict[str, Any]:
     manifest = verdict.manifest
     return {
         "step": verdict.step,
+        "tier": verdict.tier or None,
         "place": verdict.where,
         "num_bytes": verdict.num_bytes,
         "fault": verdict.fault,
@@ -203,6 +210,7 @@ def _as_json(verdict: Verdict) -> dict[str, Any]:
         "policy_version": None if manifest is None else manifest.policy_version,
         "created": None if manifest is None else manifest.created,
         "shards": None if manifest is None else len(manifest.shards),
+        "meta": None if manifest is None else manifest.meta,
     }
 
 

@@ -19,6 +19,7 @@ from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from polyturn.config.arithmetic import batch_arithmetic
+from polyturn.config.checkpoints import checkpoint_refusals
 from polyturn.config.engines import vllm_settings, weight_sync_mode
 from polyturn.config.parallel import parallel
 from polyturn.config.schema import LossOptions, Recipe, with_values
@@ -124,6 +125,7 @@ def _refusals(recipe: Recipe) -> Iterator[str]:
             "model.dtype=bfloat16, or model.attention=auto"
         )
     yield from _adapter_refusals(recipe)
+    yield from checkpoint_refusals(recipe)
     if trainer.optimizer_steps_per_batch > rollout.groups_per_step:
         yield (
             f"trainer.optimizer_steps_per_batch={trainer.optimizer_steps_per_batch}: a batch is cut by whole groups and has "

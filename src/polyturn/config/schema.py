@@ -405,7 +405,7 @@ class CheckpointKeep(Section):
     """How many of the newest checkpoints stay in each tier."""
 
     memory: int = Field(default=1, gt=0)
-    """In memory."""
+    """In memory, and in each of `checkpoint.mirrors`."""
     disk: int = Field(default=3, gt=0)
     """In the run folder."""
     s3: int = Field(default=3, gt=0)
@@ -417,10 +417,16 @@ class CheckpointKeep(Section):
 class CheckpointSection(Section):
     """When the state of a run is saved, and where. See docs/checkpoints.md."""
 
+    backend: Literal["polyturn", "sagemaker_tiered"] = "polyturn"
+    """`sagemaker_tiered`: Amazon's library for HyperPod writes memory and S3, and our manifest says what is whole there."""
+    memory_daemon: str | None = None
+    """With `sagemaker_tiered`: `http://HOST:PORT` of the memory daemon; null: where HyperPod serves its own."""
     every: CheckpointEvery = Field(default_factory=CheckpointEvery)
     """Every how many steps, by tier. A run that ends or is stopped is saved on every tier that is not null."""
     keep: CheckpointKeep = Field(default_factory=CheckpointKeep)
     """How many are kept, by tier."""
+    mirrors: tuple[str, ...] = Field(default=(), strict=False)
+    """Daemons of `polyturn memory-tier serve` on other machines (`memory-tier://HOST:9300`); each gets what goes to memory."""
     url: str | None = None
     """An object store or any other place of fsspec's, such as `s3://bucket/prefix`."""
     endpoint_url: str | None = None

@@ -29,6 +29,9 @@ from polyturn.processes.gpus import visible_gpus
 from polyturn.rendering.renderer import Renderer
 from polyturn.types import Task, TaskSource
 
+_TIERED = "amzn_sagemaker_checkpointing boto3 requests s3torchconnector tenacity"
+"""Amazon's library, and what it imports."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
@@ -106,14 +109,17 @@ def check_packages(recipe: Recipe) -> None:
             "model.attention=flash_attention_2 needs the package flash_attn; pip install flash-attn, or use "
             "model.attention=auto, which has kernels of that kind without a package"
         )
+    by_library = recipe.checkpoint.backend == "sagemaker_tiered"
     needs = {
         "model.lora": ("peft", "lora", recipe.model.lora is not None),
         f"model.quantize={recipe.model.quantize}": ("bitsandbytes", "quantization", recipe.model.quantize is not None),
         "trainer.optimizer=adamw_8bit": ("bitsandbytes", "quantization", recipe.trainer.optimizer == "adamw_8bit"),
+        "checkpoint.backend=sagemaker_tiered": (_TIERED, "sagemaker-checkpoints", by_library),
     }
-    for key, (package, extra, needed) in needs.items():
-        if needed and not has_package(package):
-            raise MissingDependencyError(f"{key} needs the package {package}; pip install 'polyturn[{extra}]'")
+    for key, (packages, extra, needed) in needs.items():
+        missing = [package for package in packages.split() if needed and not has_package(package)]
+        if missing:
+            raise MissingDependencyError(f"{key} needs the package {missing[0]}; pip install 'polyturn[{extra}]'")
 
 
 def has_package(name: str) -> bool:

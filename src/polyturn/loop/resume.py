@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from polyturn.checkpoint.places import WRITING, access_of, memory_root, tiers_of
+from polyturn.checkpoint.places import WRITING, access_of, memory_root, shared_tiers, tiers_of
 from polyturn.config.changes import changes, refuse_changes
 from polyturn.config.schema import Recipe
 from polyturn.errors import ConfigError, PolyturnError, ResourceError
@@ -25,10 +25,8 @@ from polyturn.metrics.run_folder import RunFolder
 from polyturn.processes.lock import FileLock
 from polyturn.processes.whole_file import write_whole
 from polyturn.storage.finding import fetch_selected, find
-from polyturn.storage.guard import guarded
 from polyturn.storage.manifest import read_manifest, verify
 from polyturn.storage.retention import stored_steps
-from polyturn.storage.stores import open_store
 from polyturn.storage.tiers import Checkpoint, Search, Tiers
 
 Load: TypeAlias = Literal["all", "model+optimizer", "model"]
@@ -79,7 +77,7 @@ def open_run(recipe: Recipe, resume: str | None, load: Load, say: Say) -> RunFol
         ResourceError: there are checkpoints, and none is whole or can be reached; the folder is in use.
     """
     if resume is None:
-        return _new_folder(recipe)
+        return _new_folder(recipe, say)
     if resume == "" and load != "all":
         raise ConfigError(
             f"--load={load} starts a new run; name the checkpoint it starts from, as in --resume PATH --load {load}"
@@ -177,30 +175,27 @@ def _compare(recipe: Recipe, resume: Resume, say: Say) -> None:
 # ── a new run ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _new_folder(recipe: Recipe) -> RunFolder:
-    """A folder for a run from the beginning. Raises ConfigError when its URL has checkpoints of another run of that name."""
+def _new_folder(recipe: Recipe, say: Say) -> RunFolder:
+    """A folder for a run from the beginning. Raises ConfigError when another machine has checkpoints of a run of that name."""
     folder = RunFolder.create(recipe.run.output_dir, recipe.run.name)
     shutil.rmtree(memory_root(folder.checkpoints), ignore_errors=True)  # of a run whose folder was removed
-    url = recipe.checkpoint.url
-    if url is None:
-        return folder
     try:
-        taken = bool(stored_steps(guarded(open_store(url, access_of(recipe.checkpoint)), "s3"), folder.root.name))
+        tiers = tiers_of(recipe.checkpoint, folder.root.name, folder.checkpoints, say)
+        for tier in shared_tiers(tiers, recipe.checkpoint):
+            if stored_steps(tier.store, folder.root.name):
+                raise ConfigError(
+                    f"{tier.store.url} has checkpoints of a run {folder.root.name} already; go on from them with --resume, or "
+                    "give this run another run.name"
+                )
     except PolyturnError:
         shutil.rmtree(folder.root)
         raise
-    if taken:
-        shutil.rmtree(folder.root)
-        raise ConfigError(
-            f"checkpoint.url={url} has checkpoints of a run {folder.root.name} already; go on from them with --resume, or give "
-            "this run another run.name"
-        )
     return folder
 
 
 def _start_from(recipe: Recipe, given: str, load: Load, say: Say) -> RunFolder:
     source = find(given, access_of(recipe.checkpoint))
-    folder = _new_folder(recipe)
+    folder = _new_folder(recipe, say)
     try:
         target = folder.checkpoints / _FETCHED
         if isinstance(source, Path):

@@ -13,12 +13,11 @@ import asyncio
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from polyturn.checkpoint.checkpointer import Checkpointer
-from polyturn.checkpoint.places import DISK, MEMORY, REMOTE, memory_root
+from polyturn.checkpoint.places import DISK, REMOTE, cadence, free_memory_tiers
 from polyturn.checkpoint.state import LoopState, full_state, package_versions
 from polyturn.checkpoint.writing import Settings
 from polyturn.config.schema import Recipe, filled
@@ -64,14 +63,16 @@ class Saving:
         self._folder, self._place, self._say = folder, place, say
         self._trainer, self._stream, self._guard, self._engine = trainer, stream, guard, engine
         self._estimator, self._export, self._resume = estimator, export, resume
-        self._every = cadence(recipe)
+        self._every = cadence(recipe.checkpoint)
         self._saved = dict.fromkeys(self._every, start.step)
         self._reserved = False
         self._steps = filled(recipe.run.steps)
         self._state, self._random = start, random_state()
         self._task: asyncio.Task[None] | None = None
-        # A run without a save before its end has nothing to do beside that one.
-        self._separate = any(start.step // every < (self._steps - 1) // every for every in self._every.values())
+        # A run without a save before its end has nothing to do beside that one. But Amazon's library has threads that hang.
+        self._separate = self._section.backend == "sagemaker_tiered" or any(
+            start.step // every < (self._steps - 1) // every for every in self._every.values()
+        )
         self._checkpointer = Checkpointer(
             Settings(run_id=folder.root.name, checkpoints=folder.checkpoints, section=self._section),
             say=say,
@@ -136,9 +137,8 @@ class Saving:
             if missing and self.step and not self._checkpointer.busy:
                 await self._work(missing, export=False, reserve=False)
                 late = await in_thread(self._checkpointer.wait, self.step, limit_s)
-            if not late and self._every.keys() > {MEMORY}:
-                # What lasts longer has it, and memory is for others again.
-                await in_thread(partial(shutil.rmtree, memory_root(self._folder.checkpoints), ignore_errors=True))
+            if not late and not self._every.keys().isdisjoint((DISK, REMOTE)):
+                await in_thread(self._free_memory)
             return late
 
     async def close(self) -> None:
@@ -188,6 +188,14 @@ class Saving:
 
         self._trainer.save(copy, self._section.contents)
 
+    def _free_memory(self) -> None:
+        """What lasts longer has the last checkpoint, so memory is for others again.
+
+        That of other machines is so when nothing is left to do: a run that was stopped may lose its disk with its machine.
+        """
+        safe = self.step == self._steps or REMOTE in self._every
+        free_memory_tiers(self._section, self._folder.root.name, self._folder.checkpoints, elsewhere=safe)
+
     def _forget_source(self) -> None:
         """The checkpoint that this run has started from is not needed any more: it has one of its own."""
         if self._resume is not None:
@@ -206,14 +214,6 @@ class Saving:
         except Exception as error:  # a full disk, whichever library finds it; the run is worth more than this folder
             self._say(f"the model of step {step} was not exported: {type(error).__name__}: {error}")
             shutil.rmtree(draft, ignore_errors=True)
-
-
-def cadence(recipe: Recipe) -> dict[str, int]:
-    """Every how many steps each tier is due; those that are not used are left out."""
-    every, url = recipe.checkpoint.every, recipe.checkpoint.url
-    remote = None if url is None else every.s3 or every.disk or 1
-    found = {MEMORY: every.memory, DISK: every.disk, REMOTE: remote}
-    return {tier: steps for tier, steps in found.items() if steps is not None}
 
 
 def _evaluation(values: Mapping[str, Any]) -> Evaluation:

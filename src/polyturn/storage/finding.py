@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,20 +75,20 @@ class Verdict:
     manifest: Manifest | None
     num_bytes: int
     fault: str | None
+    tier: str = ""
+    """As its run calls it; empty for a place that belongs to no run's recipe."""
 
 
-def judge(stored: StoredStep, *, deep: bool) -> Verdict:
+def judge(stored: StoredStep, *, deep: bool, tier: str = "") -> Verdict:
     """Look at a checkpoint; `deep` reads every byte, under a lease. Raises StorageError when the store does not answer."""
     num_bytes = sum(entry.num_bytes for entry in stored.entries)
     try:
         manifest = read_manifest(stored.place)
     except (MissingKeyError, DamagedError) as error:
-        return Verdict(str(stored.place), stored.step, None, num_bytes, str(error))
-    if not deep:
-        return Verdict(str(stored.place), stored.step, manifest, num_bytes, why_not_whole(stored.place, manifest, deep=False))
-    with leased(stored.place):
-        fault = why_not_whole(stored.place, manifest, deep=True)
-    return Verdict(str(stored.place), stored.step, manifest, num_bytes, fault)
+        return Verdict(str(stored.place), stored.step, None, num_bytes, str(error), tier)
+    with leased(stored.place) if deep else contextlib.nullcontext():
+        fault = why_not_whole(stored.place, manifest, deep=deep)
+    return Verdict(str(stored.place), stored.step, manifest, num_bytes, fault, tier)
 
 
 def judge_folder(folder: Path, *, deep: bool) -> Verdict:

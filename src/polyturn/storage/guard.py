@@ -93,10 +93,14 @@ class GuardedStore:
         """Remove what dead writers left."""
         return self._ask(lambda: self.store.sweep(prefix, older_than_s), f"sweeping {prefix}")
 
-    def _ask(self, call: Callable[[], T], what: str) -> T:
+    def ask(self, call: Callable[[], T], what: str, *, stall_s: float) -> T:
+        """What `call` returns, which asks the place behind this store by another way and may move nothing for `stall_s`."""
+        return self._ask(call, what, stall_s)
+
+    def _ask(self, call: Callable[[], T], what: str, stall_s: float | None = None) -> T:
         self.breaker.enter()
         try:
-            result = self._within(call, what)
+            result = self._within(call, what, self._stall_s if stall_s is None else stall_s)
         except MissingKeyError:
             self.breaker.succeeded()
             raise
@@ -106,7 +110,7 @@ class GuardedStore:
         self.breaker.succeeded()
         return result
 
-    def _within(self, call: Callable[[], T], what: str) -> T:
+    def _within(self, call: Callable[[], T], what: str, stall_s: float) -> T:
         """Run in a thread of its own and watch its progress; the outer request's clock goes on ticking with it."""
         outer, inner = progress.get(), Progress()
         outcome: list[T] = []
@@ -125,11 +129,11 @@ class GuardedStore:
         thread.start()
         try:
             while thread.is_alive():
-                thread.join(min(_LOOK_S, self._stall_s / 4))
+                thread.join(min(_LOOK_S, stall_s / 4))
                 if outer is not None:
                     outer.tick(0)
                 if thread.is_alive():
-                    self._refuse_hung(inner, began, what)
+                    self._refuse_hung(inner, began, what, stall_s)
         except BaseException:
             inner.abandoned = True
             raise
@@ -137,12 +141,12 @@ class GuardedStore:
             raise errors[0]
         return outcome[0]
 
-    def _refuse_hung(self, inner: Progress, began: float, what: str) -> None:
+    def _refuse_hung(self, inner: Progress, began: float, what: str, stall_s: float) -> None:
         now = time.monotonic()
         stalled, taken = now - inner.last, now - began
-        allowed = self._stall_s + inner.num_bytes / self._slowest_bytes_per_s
-        if stalled > self._stall_s:
-            why = f"moved nothing for {self._stall_s:g} s"
+        allowed = stall_s + inner.num_bytes / self._slowest_bytes_per_s
+        if stalled > stall_s:
+            why = f"moved nothing for {stall_s:g} s"
         elif taken > allowed:
             why = f"moved {inner.num_bytes:,} bytes in {taken:.0f} s, less than {self._slowest_bytes_per_s:,.0f} a second"
         else:

@@ -79,7 +79,10 @@ class Search:
 
 
 class Tiers:
-    """All tiers of one run, the fastest first. Methods block; each request to a tier has a deadline (see `guard`)."""
+    """All tiers of one run, the fastest first. Methods block; each request to a tier has a deadline (see `guard`).
+
+    Several threads may publish at once, each to tiers of its own.
+    """
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class Tiers:
             raise ConfigError(f"the tiers {', '.join(names)} must have names that differ")
         self._say = say
         self._grace_s = grace_s
-        self._published: dict[tuple[str, int], Manifest] = {}
+        self._published: dict[str, Manifest] = {}
 
     def due(self, step: int) -> list[str]:
         """Names of the tiers that a checkpoint of this step goes to."""
@@ -187,8 +190,8 @@ class Tiers:
         return [sentence for tier in self.tiers for sentence in deleted_after(tier.store, self.run_id, step)]
 
     def _publish(self, folder: Path, manifest: Manifest, tier: Tier, *, link: bool) -> Outcome:
-        key = tier.name, manifest.step
-        known = key in self._published and self._published[key].shards == manifest.shards
+        last = self._published.get(tier.name)
+        known = last is not None and (last.step, last.shards) == (manifest.step, manifest.shards)
         try:
             sentence = publish(folder, manifest, self.place(tier, manifest.step), link=link, known=known)
         except StorageError as error:
@@ -196,8 +199,7 @@ class Tiers:
         else:
             outcome = Outcome(tier.name, ok=True, sentence=sentence or "")
             if sentence is None:
-                self._published = {found: old for found, old in self._published.items() if found[0] != tier.name}
-                self._published[key] = manifest
+                self._published[tier.name] = manifest
         if outcome.sentence:
             self._say(outcome.sentence)
         return outcome

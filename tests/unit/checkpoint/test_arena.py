@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 
 import pytest
@@ -42,6 +43,18 @@ def test_the_memory_is_used_again_and_grows(arena):
     arena.stage({"a": torch.ones(10_000)})
     assert os.fstat(arena.descriptor).st_ino != first
     assert float(other[:32].view(torch.float32).sum()) == 0, "whoever holds the old memory keeps it"
+
+
+@pytest.mark.parametrize("advice", [23, -1], ids=["advice", "without"])
+def test_the_pages_are_there_before_the_first_copy(arena, monkeypatch, advice):
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr("polyturn.checkpoint.arena._POPULATE_WRITE", advice)
+    size, source = 64 << 20, torch.ones(16 << 20)
+    arena.reserve(size)
+    assert not arena.memory.any()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    arena.stage({"w": source})
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < size // mmap.PAGESIZE // 10
 
 
 def test_what_is_staged_is_a_copy(arena):

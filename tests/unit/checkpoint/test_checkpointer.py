@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from parts.memory_tier import memory_tier
 from parts.runs import child_environment
 from parts.stub_runs import eventually
 from polyturn.checkpoint.checkpointer import Checkpointer
@@ -25,8 +27,8 @@ def state(step: int, size: int = 1000) -> dict[str, object]:
     return {"modules": {"policy": {"model": {"w": torch.full((size,), float(step))}}}, "loop": {"step": step}}
 
 
-def make(folder, said, *, separate, url=None):
-    section = SECTION.model_copy(update={"url": url})
+def make(folder, said, *, separate, **given):
+    section = SECTION.model_copy(update=given)
     settings = Settings(run_id="run", checkpoints=folder / "checkpoints", section=section)
     return Checkpointer(settings, say=said.append, separate=separate, log=folder / "logs" / "writer.log")
 
@@ -53,6 +55,38 @@ def test_what_is_saved_comes_back(tmp_path):
     assert newest(tmp_path) == (4, 4, 4.0)
     assert (tmp_path / "store" / "run" / "step_00000004" / "MANIFEST.json").exists()
     assert said == []
+
+
+def test_a_machine_that_is_lost_is_survived_by_a_mirror(tmp_path, monkeypatch):
+    """Two daemons, and a run on the machine of the first one: then that machine's memory and disk are gone."""
+    monkeypatch.setattr("polyturn.checkpoint.places._SHARED_MEMORY", tmp_path / "first" / "shm")
+    monkeypatch.setenv("POLYTURN_MEMORY_TIER_TOKEN", "secret")
+    (tmp_path / "first" / "shm").mkdir(parents=True)
+    with memory_tier(tmp_path / "first" / "daemon") as first, memory_tier(tmp_path / "second") as second:
+        given = {"every": CheckpointEvery(memory=1, disk=2), "mirrors": (first, second)}
+        said = []
+        saver = make(tmp_path / "first", said, separate=False, **given)
+        for step in (2, 3):
+            assert save(saver, step, ("memory", "mirror-1", "mirror-2", *(("disk",) if step == 2 else ()))) == []
+        assert saver.metrics().keys() >= {"checkpoint/memory_s", "checkpoint/mirror-1_s", "checkpoint/mirror-2_s"}
+        saver.close(10.0)
+        shutil.rmtree(tmp_path / "first")
+        monkeypatch.setattr("polyturn.checkpoint.places._SHARED_MEMORY", tmp_path)
+        assert newest(tmp_path / "elsewhere", CheckpointSection(**given)) == (3, 3, 3.0)
+        assert len(list((tmp_path / "second" / "run").glob("step_*"))) == 1, "as many as the memory keeps"
+        assert said == []
+
+
+def test_a_mirror_that_is_gone_costs_no_other_tier_its_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr("polyturn.checkpoint.places._SHARED_MEMORY", tmp_path)
+    monkeypatch.setenv("POLYTURN_MEMORY_TIER_TOKEN", "secret")
+    given = {"every": CheckpointEvery(memory=1, disk=1), "mirrors": ("memory-tier://127.0.0.1:9",)}
+    said = []
+    saver = make(tmp_path, said, separate=False, **given)
+    assert save(saver, 1, ("memory", "disk", "mirror-1")) == said
+    assert "step_00000001 is not in tier mirror-1: memory-tier://127.0.0.1:9:" in said[0]
+    saver.close(10.0)
+    assert newest(tmp_path, CheckpointSection(**given)) == (1, 1, 1.0)
 
 
 def test_no_room_to_copy_to_is_told(tmp_path, monkeypatch):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from parts.checkpoints import RUN, make
+from parts.memory_tier import memory_tier
 from polyturn.checkpoint import places
-from polyturn.checkpoint.places import memory_root, scratch_root, tiers_of
+from polyturn.checkpoint.places import free_memory_tiers, memory_root, scratch_root, tiers_of
 from polyturn.config.schema import CheckpointEvery, CheckpointKeep, CheckpointSection
 from polyturn.errors import ConfigError
 
@@ -33,6 +35,36 @@ def test_the_tiers_of_a_recipe(tmp_path):
     ]
     assert tiers(tmp_path, url=str(tmp_path / "store"))[1].every == 25, "as the disk"
     assert tiers(tmp_path, every=CheckpointEvery(disk=None)) == ()
+
+
+def test_mirrors_get_what_memory_gets(tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYTURN_MEMORY_TIER_TOKEN", "secret")
+    every, keep = CheckpointEvery(memory=2, s3=50), CheckpointKeep(memory=2)
+    urls = ("memory-tier://a:9300", "memory-tier://b:9300")
+    found = tiers(tmp_path, every=every, keep=keep, mirrors=urls, url=str(tmp_path / "store"))
+    assert [(tier.name, tier.every, tier.keep, tier.keep_every) for tier in found] == [
+        ("memory", 2, 2, 0),
+        ("disk", 25, 3, 0),
+        ("mirror-1", 2, 2, 0),
+        ("mirror-2", 2, 2, 0),
+        ("s3", 50, 3, 0),
+    ]
+    assert [tier.store.url for tier in found[2:4]] == list(urls)
+
+
+def test_memory_is_given_back_here_and_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYTURN_MEMORY_TIER_TOKEN", "secret")
+    gone = "memory-tier://127.0.0.1:9"
+    with memory_tier(tmp_path / "peer") as url:
+        section = CheckpointSection(every=CheckpointEvery(memory=1), mirrors=(gone, url))
+        checkpoints = tmp_path / "lookup" / "checkpoints"
+        found = tiers_of(section, RUN, checkpoints, print)
+        for step in (0, 1):
+            found.publish(*make(tmp_path / "work", step), only=["memory", "mirror-2"])
+        free_memory_tiers(section, RUN, checkpoints, elsewhere=False)
+        assert [(tier.name, stored.step) for tier, stored in found.checkpoints()] == [("mirror-2", 1), ("mirror-2", 0)]
+        free_memory_tiers(section, RUN, checkpoints, elsewhere=True)
+        assert list(found.checkpoints()) == []
 
 
 def test_runs_do_not_share_memory(tmp_path):

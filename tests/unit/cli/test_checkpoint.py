@@ -114,6 +114,7 @@ def test_a_run_folder_shows_all_its_tiers(store, tmp_path, capsys):
     assert main(["checkpoint", "list", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [entry["step"] for entry in found] == [30, 20, 10, 10]
+    assert [entry["tier"] for entry in found] == ["disk", "disk", "disk", "s3"]
     assert found[-1]["place"] == f"{remote}/{RUN}/{step_name(10)}"
     assert main(["checkpoint", "prune", str(folder), "--keep", "1"]) == 0
 
@@ -123,7 +124,7 @@ def test_a_run_folder_shows_all_its_tiers(store, tmp_path, capsys):
         assert main(["checkpoint", "list", str(folder)]) == 0
     captured = capsys.readouterr()
     assert "polyturn: a tier could not be asked: memory-tier://127.0.0.1:9: " in captured.err
-    assert "step       30" in captured.out
+    assert "step       30  disk  " in captured.out
 
 
 @pytest.mark.real

@@ -94,3 +94,13 @@ def test_a_file_that_is_none(tmp_path):
 def test_a_folder_is_found_from_anywhere(colours_model, monkeypatch):
     monkeypatch.chdir(colours_model.parent)
     assert base_name(f"./{colours_model.name}") == str(colours_model.resolve())
+
+
+@pytest.mark.parametrize("package", ["amzn_sagemaker_checkpointing", "s3torchconnector", "tenacity"])
+def test_amazons_library_and_what_it_imports(monkeypatch, package):
+    recipe = make_recipe(checkpoint={"backend": "sagemaker_tiered", "every": {"memory": 1}})
+    monkeypatch.setattr(check, "has_package", lambda name: name != package)
+    with pytest.raises(MissingDependencyError, match=rf"needs the package {package}; .*polyturn\[sagemaker-checkpoints\]"):
+        check_packages(recipe)
+    monkeypatch.setattr(check, "has_package", lambda name: True)
+    check_packages(recipe)

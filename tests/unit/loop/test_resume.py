@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from parts.kills import PHASES, Cut, arm, comparable, files_of, metrics_of
+from parts.memory_tier import memory_tier
 from polyturn.checkpoint.checkpointer import Checkpointer
 from polyturn.loop import resume as resuming
 from polyturn.metrics.run_folder import RunFolder
@@ -319,6 +320,44 @@ def test_memory_is_a_tier_of_its_own(bench, monkeypatch, tmp_path):
     shutil.rmtree(ended.folder)
     fresh = bench("train", *RUN, *words)
     assert [line["step"] for line in fresh.steps] == [1, 2, 3, 4], "memory of a run whose folder was removed is not its own"
+
+
+@pytest.mark.real
+def test_a_mirror_outlives_the_machine_of_the_run(bench, monkeypatch, tmp_path, whole):
+    machine = tmp_path / "machine"
+    (machine / "shm").mkdir(parents=True)
+    monkeypatch.setattr("polyturn.checkpoint.places._SHARED_MEMORY", machine / "shm")
+    monkeypatch.setenv("POLYTURN_MEMORY_TIER_TOKEN", "secret")
+    with memory_tier(machine / "daemon") as own, memory_tier(tmp_path / "peer") as peer:
+        words = ["run.name=cut", "checkpoint.every.memory=1", "checkpoint.every.disk=4", f"checkpoint.mirrors=[{own},{peer}]"]
+        cut_run(bench, monkeypatch, "backward", 3, *words)
+        shutil.rmtree(machine)
+        shutil.rmtree(bench.runs / "cut")
+        monkeypatch.setattr("polyturn.checkpoint.places._SHARED_MEMORY", tmp_path)
+        refused = bench("train", *RUN, *words)
+        assert refused.code == 2
+        assert f"{peer} has checkpoints of a run cut already" in refused.err
+        ended = bench("train", *RUN, *words, "--resume")
+        assert ended.code == 0
+        assert "run cut goes on after step 2, from step_00000002 in tier mirror-2" in ended.out
+        assert files_of(ended.folder)["model"] == files_of(whole.folder)["model"]
+        assert not list((tmp_path / "peer").rglob("MANIFEST.json")), "the run has ended, and memory is for others again"
+
+
+@pytest.mark.real
+def test_a_run_goes_on_from_what_amazons_library_has_saved(bench, monkeypatch, tmp_path, whole):
+    pytest.importorskip("amzn_sagemaker_checkpointing")
+    with memory_tier(tmp_path / "daemon", hyperpod=True) as url:
+        daemon = f"checkpoint.memory_daemon={url.replace('memory-tier', 'http')}"
+        every = ["checkpoint.every.memory=1", "checkpoint.every.disk=4"]
+        words = ["run.name=cut", "checkpoint.backend=sagemaker_tiered", daemon, *every]
+        cut_run(bench, monkeypatch, "backward", 3, *words)
+        shutil.rmtree(bench.runs / "cut")
+        assert "has checkpoints of a run cut already" in bench("train", *RUN, *words).err
+        ended = bench("train", *RUN, *words, "--resume")
+        assert "run cut goes on after step 2, from step_00000002 in tier memory" in ended.out
+        assert files_of(ended.folder)["model"] == files_of(whole.folder)["model"]
+        assert not list((tmp_path / "daemon").rglob("*.meta")), "the run has ended, and the disk has its last checkpoint"
 
 
 @pytest.mark.real

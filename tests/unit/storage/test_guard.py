@@ -42,6 +42,17 @@ def test_a_request_that_moves_nothing_is_given_up(tmp_path):
     assert ended.wait(60), "a request that was given up ends at its next tick"
 
 
+def test_another_way_to_the_same_place_has_the_same_breaker(tmp_path):
+    """As a library of somebody else's has, which says little of how far it is."""
+    store, never = GuardedStore(LocalStore(tmp_path), "s3", stall_s=60.0), threading.Event()
+    assert store.ask(lambda: never.wait(0.3), "saving step 1", stall_s=30.0) is False
+    with pytest.raises(DeadlineError, match=r"saving step 2 moved nothing for 0.2 s"):
+        store.ask(lambda: never.wait(60), "saving step 2", stall_s=0.2)
+    with pytest.raises(SkippedError):
+        store.list("run/")
+    never.set()
+
+
 def test_a_request_that_is_too_slow_is_given_up(tmp_path):
     never = threading.Event()
 
