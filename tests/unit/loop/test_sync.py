@@ -107,6 +107,29 @@ def test_pushes_of_a_run(bench, monkeypatch):
     assert pushed == [0, 2, 3], "before the first step, every second, and before the last evaluation"
 
 
+def test_the_engine_is_held_before_every_step_until_the_push(bench, monkeypatch):
+    done: list[str] = []
+    hold, push, train = InProcessBridge.hold, InProcessBridge.push, Trainer.train
+
+    async def held(self: InProcessBridge, version: int) -> None:
+        done.append(f"hold {version}")
+        await hold(self, version)
+
+    async def pushed(self: InProcessBridge, version: int) -> None:
+        done.append(f"push {version}")
+        await push(self, version)
+
+    def trained(self: Trainer, batches: list[TrainBatch]) -> dict[str, float]:
+        done.append("train")
+        return train(self, batches)
+
+    monkeypatch.setattr(InProcessBridge, "hold", held)
+    monkeypatch.setattr(InProcessBridge, "push", pushed)
+    monkeypatch.setattr(Trainer, "train", trained)
+    assert bench("train", "run.steps=2", *FAST).code == 0
+    assert done == ["push 0", "hold 1", "train", "push 1", "hold 2", "train", "push 2", "push 2"]
+
+
 # ── when things are written and measured ───────────────────────────────────────────────────────────────────────────────
 
 
