@@ -12,17 +12,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
+from numerics.test_shared_prefixes import ALWAYS, everything
 from numerics.test_trainer_invariance import LOSSES
 from parts.models import largest_gap, tiny_model
-from parts.samples import loss_options, on_policy, packed, random_samples, trainer_settings
-from polyturn.errors import RankError
+from parts.samples import loss_options, make_sample, on_policy, packed, random_samples, trainer_settings
+from polyturn.errors import ModelError, RankError
 from polyturn.models.adapters import add_adapters
+from polyturn.trainer.attention import use_attention
+from polyturn.trainer.context_attention import CONTEXT_MASKED, CONTEXT_VARLEN
 from polyturn.trainer.masters import MasterOptimizer
 from polyturn.trainer.ranks import ProcessRanks
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.trainer import Trainer
+from polyturn.trajectories.pack import pack
 from polyturn.types import TrainBatch
 
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if os.environ.get("POLYTURN_TEST_DEVICE") else torch.device("cpu")
@@ -39,6 +44,8 @@ def batches(count: int = 1, *, rows: int | None = None) -> list[TrainBatch]:
 def model_of(case: Mapping[str, Any]) -> torch.nn.Module:
     model = tiny_model(case.get("architecture", "llama"), **case.get("model", {}))
     model = model.to(case.get("dtype", torch.float32))
+    if case.get("kernels"):
+        use_attention(model, "auto", on_gpu=True)
     if case.get("lora"):
         add_adapters(model, rank=4, alpha=8, targets=None, base="tiny", seed=3)
     return model
@@ -111,6 +118,26 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def shared_beginnings() -> list[TrainBatch]:
+    """A row that is a tree: siblings whose prompt is there once."""
+    return [pack(on_policy(everything(), tiny_model(), gap=0.3), row_tokens=400, planned_trajectories=12, sharing=ALWAYS)]
+
+
+def only_the_end() -> list[TrainBatch]:
+    """A row of which most ranks have no trained token, and one of fewer tokens than chunks."""
+    rng = np.random.default_rng(0)
+    return [packed([make_sample(0, [(30, 2, 1.0)], rng=rng), make_sample(1, [(2, 1, -0.5)], rng=rng)], row_tokens=32)]
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 128,
+}
+
+
 def equal(ranks: ProcessRanks, only: Sequence[str] = ()) -> dict[str, Any]:
     """Gaps of weights and metrics to one rank with whole weights, by case."""
     found = {}
@@ -132,6 +159,64 @@ def copies(ranks: ProcessRanks) -> dict[str, Any]:
         if ranks.rank == 0:
             one, wanted, _ = trained(CASES[name], None)
             found[name] = gaps(one, many, wanted, weights)
+    return found
+
+
+CUT_CASES: dict[str, dict[str, Any]] = {
+    **CASES,
+    "float64": {"dtype": torch.float64, "steps": [batches(), batches(rows=1000)]},
+    "only the end is trained": {"steps": [only_the_end()]},
+    "a window": {"architecture": "mistral"},
+    "a window, other positions": {"architecture": "gemma3"},
+    "norms of heads": {"architecture": "qwen3"},
+    "biases": {"architecture": "qwen2"},
+    "shared beginnings": {"settings": {"share_prefixes": "on"}, "steps": [shared_beginnings()]},
+    "compiled": {"settings": {"compiled": True}},
+}
+del CUT_CASES["a head of its own kind"]  # its attention is eager, which is refused
+
+
+_HALF: dict[str, Any] = {"kernels": True, "dtype": torch.bfloat16, "settings": {"master_weights": "float32"}}
+KERNEL_CASES: dict[str, dict[str, Any]] = {
+    "bfloat16, kernels": {**_HALF, "model": {"hidden_size": 128}},
+    "bfloat16, kernels, a window": {**_HALF, "architecture": "mistral", "model": {"hidden_size": 128}},
+    "bfloat16, kernels, compiled": {
+        **_HALF,
+        "model": {"hidden_size": 128},
+        "settings": {**_HALF["settings"], "compiled": True, "activations": "selective"},
+    },
+}
+"""Of GPUs alone, whose kernels take no heads of less than 32."""
+
+
+def cut(ranks: ProcessRanks, parallel: str, context_ranks: str, only: Sequence[str] = ()) -> dict[str, Any]:
+    """Gaps to one rank where each row is cut over so many ranks, by case."""
+    found = {}
+    for name in only or CUT_CASES:
+        case = {**CUT_CASES, **KERNEL_CASES}[name]
+        many, weights, trainer = trained(case, ranks, parallel=parallel, context_ranks=int(context_ranks))
+        kind = CONTEXT_VARLEN if case.get("kernels") else CONTEXT_MASKED
+        assert trainer.model.config._attn_implementation == kind
+        if ranks.rank == 0:
+            one, wanted, _ = trained(case, None)
+            found[name] = gaps(one, many, wanted, weights)
+    return found
+
+
+def refused(ranks: ProcessRanks) -> dict[str, Any]:
+    """What is said of models that can't be cut by tokens."""
+    found = {}
+    models = {
+        "eager": tiny_model(attention="eager"),
+        "longrope": tiny_model(rope_parameters=LONGROPE),
+        "looks back": tiny_model(),
+    }
+    models["looks back"].model.layers[1].register_forward_hook(lambda _, __, out: out + 0.1 * out.roll(1, 1))
+    for name, model in models.items():
+        try:
+            Trainer(model, trainer_settings(context_ranks=2), ranks=ranks)
+        except ModelError as error:
+            found[name] = str(error)
     return found
 
 
@@ -204,14 +289,21 @@ def gaps(
 ) -> dict[str, float]:
     assert [metrics.keys() for metrics in one] == [metrics.keys() for metrics in many]
     metrics = max(abs(a[key] - b[key]) / max(1e-2, abs(a[key])) for a, b in zip(one, many, strict=True) for key in a)
-    found, exact = ({name: tensor.float().cpu() for name, tensor in one.items()} for one in (weights, wanted))
+    found, exact = ({name: tensor.double().cpu() for name, tensor in one.items()} for one in (weights, wanted))
     return {"weights": largest_gap(found, exact), "metrics": metrics}
 
 
-SCENES = {scene.__name__: scene for scene in (equal, copies, compiled, resumed, lose_a_rank)}
+def arguments(words: list[str]) -> list[Any]:
+    """`NAME=VALUE` are arguments, the rest are the names of cases."""
+    values = [word.partition("=")[2] for word in words if "=" in word]
+    names = [word for word in words if "=" not in word]
+    return [*values, names] if names else [*values]
+
+
+SCENES = {scene.__name__: scene for scene in (equal, cut, refused, copies, compiled, resumed, lose_a_rank)}
 
 if __name__ == "__main__":
     joined = ProcessRanks.join(deadline_s=60, start_deadline_s=120)
-    print(json.dumps(SCENES[sys.argv[1]](joined, *([sys.argv[2:]] if sys.argv[2:] else []))), flush=True)
+    print(json.dumps(SCENES[sys.argv[1]](joined, *arguments(sys.argv[2:]))), flush=True)
     joined.leave()
     os._exit(0)

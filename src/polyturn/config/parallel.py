@@ -15,16 +15,44 @@ def parallel(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str
     if chosen == "auto":
         chosen = "single" if ranks == 1 else "ddp"
         reasons["trainer.parallel"] = "one rank" if ranks == 1 else f"{ranks} ranks, each with the whole weights"
+    if trainer.context_ranks > ranks:
+        raise ConfigError(
+            f"trainer.context_ranks={trainer.context_ranks} with trainer.num_ranks={ranks}: a row can't be cut over more ranks "
+            f"than there are; use trainer.num_ranks={trainer.context_ranks}, or a multiple of it"
+        )
     if chosen == "single" and ranks > 1:
         raise ConfigError(f"trainer.parallel=single with trainer.num_ranks={ranks}: use ddp or fsdp2, or trainer.num_ranks=1")
     if chosen != "single" and ranks == 1:
         raise ConfigError(
             f"trainer.parallel={chosen} with trainer.num_ranks=1: there is nobody to share with; use single, or more ranks"
         )
-    problems = list(_shard_refusals(recipe) if chosen == "fsdp2" else _whole_refusals(recipe, chosen))
+    problems = [
+        *(_shard_refusals(recipe) if chosen == "fsdp2" else _whole_refusals(recipe, chosen)),
+        *_context_refusals(recipe),
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
     return with_values(recipe, "trainer", parallel=chosen)
+
+
+def _context_refusals(recipe: Recipe) -> Iterator[str]:
+    trainer, attention = recipe.trainer, recipe.model.attention
+    size = trainer.context_ranks
+    if trainer.num_ranks % size:
+        yield (
+            f"trainer.context_ranks={size} does not divide trainer.num_ranks={trainer.num_ranks}: every row is cut over as "
+            f"many ranks; use {_divisors(trainer.num_ranks)}"
+        )
+    if size > 1 and attention in ("eager", "flash_attention_2"):
+        yield (
+            f"trainer.context_ranks={size} with model.attention={attention}: it can't look at keys of other ranks; use auto, "
+            "varlen or sdpa"
+        )
+
+
+def _divisors(ranks: int) -> str:
+    """Numbers above 1 that divide `ranks`, to choose from."""
+    return " or ".join(str(part) for part in range(2, ranks + 1) if ranks % part == 0)
 
 
 def _whole_refusals(recipe: Recipe, chosen: str) -> Iterator[str]:
@@ -59,8 +87,7 @@ def _shard_refusals(recipe: Recipe) -> Iterator[str]:
         yield f"{shards} model.quantize={recipe.model.quantize}: packed weights can't be cut; use trainer.parallel=ddp"
     size = trainer.shard_ranks
     if size is not None and trainer.num_ranks % size:
-        fits = [part for part in range(2, trainer.num_ranks + 1) if trainer.num_ranks % part == 0]
         yield (
             f"trainer.shard_ranks={size} does not divide trainer.num_ranks={trainer.num_ranks}: every copy of the weights is "
-            f"cut over as many ranks; use {' or '.join(map(str, fits))}"
+            f"cut over as many ranks; use {_divisors(trainer.num_ranks)}"
         )

@@ -74,8 +74,9 @@ class TrainerLoad:
 
     dtype: str
     row_tokens: int
+    """Of a row, or of this rank's part of it."""
     trained_tokens: int
-    """Tokens of a row under the loss, at most."""
+    """Those under the loss, at most."""
     rows: int
     """Rows of an optimizer step on this rank; several find the gradients of the first one there."""
     optimizer: OptimizerName = "adamw"
@@ -93,6 +94,8 @@ class TrainerLoad:
     """Where a frozen copy of whole weights waits; `none` also with adapters, whose reference is the policy itself."""
     shards: int = 1
     """Ranks that one copy of the weights is cut over."""
+    context_ranks: int = 1
+    """Ranks that each row is cut over."""
     sync_every_row: bool = False
     """Of shards: no whole gradients are held between rows."""
 
@@ -121,10 +124,12 @@ def trainer_terms(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, ...]:
         Term(name="activations", bytes=kept, formula=_activations_formula(load), phase="training"),
         Term(
             name="attention mask",
-            bytes=load.row_tokens**2 * (1 + width) if load.masked else 0,
-            formula="tokens of a row squared, as truth values and as numbers",
+            bytes=load.row_tokens**2 * load.context_ranks * (1 + width) if load.masked else 0,
+            formula="tokens of a row squared, as truth values and as numbers"
+            + (f", on {load.context_ranks} ranks" if load.context_ranks > 1 else ""),
             phase="training",
         ),
+        _whole_keys(facts, load),
         chunk,
         head_gradient,
         Term(
@@ -143,6 +148,18 @@ def trainer_terms(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, ...]:
     if load.shards > 1:
         terms += _together(facts, load)
     return tuple(term for term in terms if term.bytes > 0)
+
+
+def _whole_keys(facts: ModelFacts, load: TrainerLoad) -> Term:
+    """What a rank holds of the keys and values of the ranks that it shares a row with."""
+    width, layers = ELEMENT_BYTES[load.dtype], facts.layers if load.activations == "keep" else 1
+    one_layer = load.row_tokens * (load.context_ranks - 1) * facts.kv_numbers / facts.layers
+    return Term(
+        name="keys and values of other ranks",
+        bytes=one_layer * (width * layers + width + _FLOAT32),
+        formula=f"of {'every layer' if layers > 1 else 'the layer that computes'}, and their gradients in one layer",
+        phase="training",
+    )
 
 
 def _together(facts: ModelFacts, load: TrainerLoad) -> list[Term]:
@@ -318,7 +335,8 @@ def _weights_formula(facts: ModelFacts, load: TrainerLoad) -> str:
 def _activations_formula(load: TrainerLoad) -> str:
     how = {"keep": "all that layers keep", "selective": "products and attention", "full": "what comes into each layer"}
     mode = f"{load.activations}{'' if load.compiled else ', eager'}"
-    return f"{how[load.activations]} for {load.row_tokens:,} tokens of a row ({mode})"
+    of = f", which {load.context_ranks} ranks share" if load.context_ranks > 1 else ""
+    return f"{how[load.activations]} for {load.row_tokens:,} tokens of a row{of} ({mode})"
 
 
 def _times(held: Held, count: int) -> Held:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from polyturn.errors import ConfigError
+from polyturn.trainer.context import Context
 from polyturn.trainer.optimizer import PolicyOptimizer, build_optimizer, clip, clip_by
 from polyturn.trainer.ranks import ProcessRanks, Ranks
 from polyturn.trainer.settings import TrainerSettings
@@ -45,7 +46,9 @@ class Layout(Protocol):
 
 
 class Replicated:
-    """Every rank holds the whole policy. Ranks meet once an optimizer step, to sum their gradients."""
+    """Every rank holds the whole policy. Ranks meet once an optimizer step, to sum their gradients, and those that share rows
+    in every layer.
+    """
 
     lockstep = False
 
@@ -60,12 +63,12 @@ class Replicated:
         return build_optimizer(self._model, self._settings, exact)
 
     def row(self, *, last: bool) -> AbstractContextManager[None]:
-        """See `Layout.row`: nobody else is needed."""
-        return nullcontext()
+        """See `Layout.row`."""
+        return self.meeting("a forward and backward pass")
 
     def meeting(self, what: str) -> AbstractContextManager[None]:
-        """See `Layout.meeting`: nobody is needed."""
-        return nullcontext()
+        """See `Layout.meeting`: nobody is needed, but by ranks that share rows."""
+        return _named(what, self._ranks) if self._settings.context_ranks > 1 else nullcontext()
 
     def sum_and_clip(self, gradients: list[Tensor], longest: float, what: str) -> Tensor:
         """See `Layout.sum_and_clip`."""
@@ -133,15 +136,21 @@ class Sharded:
         with self.meeting(f"the shards of {names[0] if names else 'nothing'}"):
             return gather(self._model, names)
 
-    @contextmanager
-    def meeting(self, what: str) -> Iterator[None]:
+    def meeting(self, what: str) -> AbstractContextManager[None]:
         """See `Layout.meeting`."""
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError) or not _LOST.search(str(error)):
-                raise
-            raise self._ranks.lost(what, error) from error
+        return _named(what, self._ranks)
+
+
+def context_of(settings: TrainerSettings, ranks: Ranks) -> Context | None:
+    """The ranks that share rows with this one; None where each has its own. A collective of all ranks. Raises ConfigError."""
+    size = settings.context_ranks
+    if size == 1:
+        return None
+    if ranks.size % size or not isinstance(ranks, ProcessRanks):
+        raise ConfigError(
+            f"trainer.context_ranks={size} does not divide {ranks.size} ranks: rows are cut over as many; use one that does"
+        )
+    return ranks.context(size)
 
 
 def lay_out(
@@ -149,6 +158,18 @@ def lay_out(
 ) -> Replicated | Sharded:
     """Give each rank its part of `model`, which is whole on all of them. Raises ConfigError, ModelError."""
     return (Sharded if settings.parallel == "fsdp2" else Replicated)(model, settings, ranks, exact)
+
+
+@contextmanager
+def _named(what: str, ranks: Ranks) -> Iterator[None]:
+    """Turn what torch raises within a forward or backward pass, when a rank is gone or late, into a RankError."""
+    assert isinstance(ranks, ProcessRanks), "who meets others has processes"
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or not _LOST.search(str(error)):
+            raise
+        raise ranks.lost(what, error) from error
 
 
 class ShardedWeights:

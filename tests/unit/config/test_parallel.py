@@ -22,6 +22,12 @@ def test_it_follows_from_the_number_of_ranks(given, found):
     assert resolve(resolved.recipe, num_train_tasks=None).recipe == resolved.recipe
 
 
+def test_rows_are_cut_over_ranks_with_whole_weights_and_with_shards():
+    for parallel in ("auto", "fsdp2"):
+        recipe = with_values(SERVED, "trainer", num_ranks=4, context_ranks=2, parallel=parallel)
+        assert resolve(recipe, num_train_tasks=None).recipe.trainer.context_ranks == 2
+
+
 SHARDS = {"num_ranks": 4, "parallel": "fsdp2"}
 
 
@@ -36,6 +42,15 @@ SHARDS = {"num_ranks": 4, "parallel": "fsdp2"}
         (with_values(SERVED, "trainer", **SHARDS, reference_device="cpu"), "the reference is cut too"),
         (with_values(SERVED, "trainer", **SHARDS, shard_ranks=3), "does not divide trainer.num_ranks=4.*use 2 or 4"),
         (with_values(SERVED, "trainer", num_ranks=4, shard_ranks=2), "shard_ranks=2 with trainer.parallel=ddp"),
+        (
+            with_values(SERVED, "trainer", context_ranks=2),
+            "context_ranks=2 with trainer.num_ranks=1: .*use trainer.num_ranks=2",
+        ),
+        (with_values(SERVED, "trainer", num_ranks=4, context_ranks=3), "context_ranks=3 does not divide.*use 2 or 4"),
+        (
+            with_values(with_values(SERVED, "trainer", **SHARDS, context_ranks=2), "model", attention="eager"),
+            "context_ranks=2 with model.attention=eager: .*use auto, varlen or sdpa",
+        ),
         (with_values(SERVED, "trainer", num_ranks=4, sync_every_row=True), "sync_every_row=true with trainer.parallel=ddp"),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from parts.runs import child_environment
-from parts.shard_scenes import CASES
+from parts.shard_scenes import CASES, CUT_CASES
 
 pytestmark = pytest.mark.real
 
@@ -60,6 +60,30 @@ def test_shards_train_as_whole_weights_do(size, only):
     assert found.keys() == set(only)
     wrong = {name: gaps for name, gaps in found.items() if max(gaps.values()) > close(name)}
     assert not wrong
+
+
+CUT_FEW = ("only the end is trained", "loss turn ratio, turn tis", "adapters, kl", "float64")
+
+
+@pytest.mark.parametrize(
+    ("size", "parallel", "context", "only"),
+    [(2, "fsdp2", 2, tuple(CUT_CASES)), (4, "fsdp2", 2, CUT_FEW), (4, "ddp", 4, CUT_FEW)],
+    ids=["all ranks", "two groups", "whole weights"],
+)
+def test_rows_that_are_cut_over_ranks_train_as_whole_ones(size, parallel, context, only):
+    (found,) = play("cut", size, f"parallel={parallel}", f"context={context}", *only)
+    assert found.keys() == set(only)
+    # One step moves an adapter that begins at zero, and each rank rounds its part of the gradient to the weights' type.
+    limits = {name: 2e-2 if name == "bfloat16, adapters with masters" else close(name) for name in only}
+    assert not {name: gaps for name, gaps in found.items() if max(gaps.values()) > limits[name]}
+    assert found["float64"]["weights"] < 1e-14
+
+
+def test_models_that_cannot_be_cut_by_tokens_are_refused_on_every_rank():
+    for found in play("refused", 2, waited_for=(0, 1)):
+        assert "this model of type llama uses eager; set model.attention=auto" in found["eager"]
+        assert "positions are of kind longrope" in found["longrope"]
+        assert "models of type llama can't be cut by tokens: log-probabilities differ by 0." in found["looks back"]
 
 
 def test_copies_that_are_cut_over_two_ranks_each():
