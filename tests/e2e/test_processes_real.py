@@ -23,7 +23,9 @@ NUM_KILLS = 10
 
 
 @pytest.mark.parametrize(
-    "ranks", [("parallel=ddp",), ("parallel=fsdp2",), ("parallel=fsdp2", "context_ranks=2")], ids=["ddp", "fsdp2", "context"]
+    "ranks",
+    [("parallel=ddp",), ("parallel=fsdp2",), ("parallel=fsdp2", "context_ranks=2"), ("tensor_ranks=2",)],
+    ids=["ddp", "fsdp2", "context", "tensor"],
 )
 def test_the_tiny_recipe_learns_as_in_one_process(bench: Bench, live_run, ranks):
     recipe, steps = ROOT / "recipes" / "quickstart" / "recipe.yaml", 16

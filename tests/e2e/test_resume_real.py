@@ -112,9 +112,11 @@ def test_killed_again_and_again_it_ends_as_it_would_have(place):
     place.assert_same("cut", "whole")
 
 
-def test_shards_are_saved_whole_and_gone_on_from(place):
+@pytest.mark.parametrize("tensor_ranks", [1, 2])
+def test_shards_are_saved_whole_and_gone_on_from(place, tensor_ranks):
     """Of fsdp2's ranks: what one of them wrote is the policy that all of them exported, and they go on from it."""
-    shards = ("trainer.num_ranks=2", "trainer.parallel=fsdp2", "engine.kind=hf_server", "engine.deterministic=false")
+    cut = f"trainer.tensor_ranks={tensor_ranks}"
+    shards = (cut, "trainer.num_ranks=2", "trainer.parallel=fsdp2", "engine.kind=hf_server", "engine.deterministic=false")
     words = (*shards, "checkpoint.every.disk=1000")
     run = place.start("cut", *words, "run.steps=100000")
     eventually(lambda: place.steps("cut") >= 3 or run.poll() is not None, "the third step")

@@ -36,7 +36,7 @@ def batch_words(recipe: Recipe) -> BatchWords:
     rollout, trainer = recipe.rollout, recipe.trainer
     each = max(1, filled(trainer.row_tokens) // rollout.max_trajectory_tokens)
     trajectories = math.ceil(rollout.groups_per_step / trainer.optimizer_steps_per_batch) * rollout.group_size
-    ranks = trainer.num_ranks // trainer.context_ranks
+    ranks = trainer.num_ranks // (trainer.context_ranks * trainer.tensor_ranks)
     return BatchWords(
         num_generations=rollout.group_size,
         per_device_train_batch_size=each,

@@ -18,6 +18,7 @@ from polyturn.trainer.ranks import ProcessRanks, Ranks
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.shard_optimizer import ShardOptimizer
 from polyturn.trainer.sharding import gather, shard
+from polyturn.trainer.tensor_parallel import CutLayersProbe, LayerPlan, TensorGroup
 
 _LOST = re.compile(r"gloo|nccl|connection|timed? ?out", re.IGNORECASE)
 """What an error of torch says when a collective in a forward or backward pass did not come about."""
@@ -104,17 +105,47 @@ class Sharded:
                 f"trainer.shard_ranks={size} does not divide {ranks.size} ranks: every copy of the policy is cut over as many; "
                 f"use {max(part for part in range(1, size) if ranks.size % part == 0)}"
             )
-        self.mesh = ranks.mesh(device.type, size)
         self._copies = ranks.size // size
-        shard(model, self.mesh, masters=settings.master_weights == "float32", exact=exact)
+        self._tensor: TensorGroup | None = None
+        if settings.tensor_ranks > 1:
+            self._cut_layers(model, device.type, exact)
+        else:
+            self.mesh = ranks.mesh(device.type, size)
+            shard(model, self.mesh, masters=settings.master_weights == "float32", exact=exact)
+
+    def _cut_layers(self, model: torch.nn.Module, device_type: str, exact: Mapping[str, Tensor] | None) -> None:
+        """Cut the layers over neighbours, and everything over the groups of these. Raises ConfigError, ModelError."""
+        size, ranks = self._settings.tensor_ranks, self._ranks
+        if ranks.size % size:
+            raise ConfigError(
+                f"trainer.tensor_ranks={size} does not divide {ranks.size} ranks: every layer is cut over as many"
+            )
+        plan = LayerPlan(model, size)
+        meshes = ranks.tensor_mesh(device_type, size)
+        self.mesh, self._tensor = meshes["shards"], TensorGroup(meshes["tensor"])
+        probe = CutLayersProbe(model)
+        with self.meeting("the first pass through cut layers"):
+            self._shard_cut(model, plan, masters=self._settings.master_weights == "float32", exact=exact)
+            gap = probe.gap()
+        probe.refuse(ranks.gather(gap, "the first pass through cut layers of all ranks"))
+        self._summed = plan.summed
+
+    def _shard_cut(self, model: torch.nn.Module, plan: LayerPlan, **options: Any) -> None:
+        tensor = self._tensor
+        assert tensor is not None
+        shard(model, self.mesh, cut=lambda layer, name: plan.cut(layer, name, tensor), **options)
 
     def cut_reference(self, model: torch.nn.Module) -> None:
         """Cut the KL reference like the policy."""
-        shard(model, self.mesh)
+        if self._tensor is None:
+            shard(model, self.mesh)
+        else:
+            self._shard_cut(model, LayerPlan(model, self._tensor.size))
 
     def optimizer(self) -> PolicyOptimizer:
         """See `Layout.optimizer`."""
-        return ShardOptimizer(self._model, self._settings, rank=self._ranks.rank)
+        # Ranks with copies of a shard draw the same noise.
+        return ShardOptimizer(self._model, self._settings, rank=self._ranks.rank // self._settings.tensor_ranks)
 
     @contextmanager
     def row(self, *, last: bool) -> Iterator[None]:
@@ -125,7 +156,14 @@ class Sharded:
 
     def sum_and_clip(self, gradients: list[Tensor], longest: float, what: str) -> Tensor:
         """See `Layout.sum_and_clip`: they were summed by the backward pass of the last row."""
-        squares = torch.stack([gradient.float().square().sum() for gradient in gradients]).double().sum()
+        shares = [1.0] * len(gradients)
+        if self._tensor is not None:
+            trained = {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+            with self.meeting(what):
+                shares = self._tensor.settle(trained, gradients, self._summed)
+        squares = (
+            torch.stack([g.float().square().sum() * share for g, share in zip(gradients, shares, strict=True)]).double().sum()
+        )
         self._ranks.sum_in_place([squares], what)
         norm = (squares / self._copies).sqrt().float()
         clip_by(gradients, norm, longest)

@@ -98,6 +98,10 @@ class Trainer:
         prepare_layers(self.model, activations=settings.activations, compiled=settings.compiled)
         self._reference = reference_of(reference, self.model, self._score, partial(Scorer, float32_head=settings.float32_head))
         self.settings = settings
+        self._together = settings.context_ranks * settings.tensor_ranks
+        """Ranks that get the same rows."""
+        self._speaks = self._ranks.rank % settings.tensor_ranks == 0
+        """Whether this rank's numbers count, of those that have the same."""
         self.version = version
         self.optimizer_step = 0
         self._device = next(model.parameters()).device
@@ -162,7 +166,7 @@ class Trainer:
             RankError: another rank ended or is late.
         """
         on_policy, even = not self._several(len(batches)), self._layout.lockstep
-        together = self.settings.context_ranks
+        together = self._together
         shares = share_out(batches, self._ranks.size // together, self.settings, on_policy=on_policy, equally_many=even)
         payloads = [to_bytes(share) for share in shares for _ in range(together)]
         with self._ranks.tell(_TRAIN, payloads[1:]):
@@ -290,7 +294,8 @@ class Trainer:
                 self._forward_backward(share, record)
                 self._optim_step(record)
         self.version += 1
-        return record.metrics(self._ranks.gather(record.note(), "the metrics of a step"))
+        note = record.note() if self._speaks else Record().note()
+        return record.metrics(self._ranks.gather(note, "the metrics of a step"))
 
     def _prepare(self, share: Share, record: Record, *, keep_old: bool) -> _Prepared:
         rows = RowsOnDemand(share.rows, self._bring)
@@ -346,7 +351,11 @@ class Trainer:
     def _whole_column(self, of_rows: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, int]:
         """Values of this rank's rows between those of the other ranks', and where its own begin."""
         own_N = torch.cat(list(of_rows)) if of_rows else torch.zeros(0, dtype=dtype, device=self._device)
-        return self._ranks.concatenate(own_N, "the log-probabilities of whole segments")
+        what = "the log-probabilities of whole segments"
+        if self._speaks:
+            return self._ranks.concatenate(own_N, what)
+        whole_N, end = self._ranks.concatenate(own_N[:0], what)
+        return whole_N, end - len(own_N)  # after those of the neighbour that has the same
 
     def _forward_backward(self, batch: _Prepared, record: Record) -> None:
         segments = self._whole_segments(batch)
