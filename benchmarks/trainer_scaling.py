@@ -1,11 +1,16 @@
-"""How a training step scales over ranks: seconds, memory, and what gathering the weights for a push takes.
+r"""How a training step scales over ranks: seconds, memory, and what gathering the weights for a push takes.
 
 torchrun --nproc-per-node 2 benchmarks/trainer_scaling.py --model 1.5B --parallel fsdp2 --out FILE.json
 
 Each run adds a line to the file: run it for 1, 2, 4 ranks, with `ddp` and `fsdp2`. The work of a step is the same for any
-number of ranks (strong scaling). Models, samples and rows are those of `trainer_throughput.py`. `whole_s` is the time in which
-all tensors are gathered bucket by bucket on every rank, without a receiver. The gradient's norm of the first step is in the
-file, so that lines can be held against each other.
+number of ranks (strong scaling). `--context-ranks 2` cuts every row over two ranks; rows of 64k tokens, cut and whole:
+
+for context in 2 1; do torchrun --nproc-per-node 2 benchmarks/trainer_scaling.py --model 1.5B --samples 2 \
+    --sample-tokens 65536 --row-tokens 65536 --activations full --context-ranks $context --out FILE.json; done
+
+`--tensor-ranks 2` cuts every layer. Models, samples and rows are those of `trainer_throughput.py`. `whole_s` is the time in
+which all tensors are gathered bucket by bucket on every rank, without a receiver. The gradient's norm of the first step is in
+the file, so that lines can be held against each other.
 """
 
 from __future__ import annotations
@@ -37,6 +42,8 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="tiny")
     parser.add_argument("--parallel", choices=["ddp", "fsdp2"], default="fsdp2")
     parser.add_argument("--sync-every-row", action="store_true")
+    parser.add_argument("--context-ranks", type=int, default=1)
+    parser.add_argument("--tensor-ranks", type=int, default=1)
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--sample-tokens", type=int, default=1024)
     parser.add_argument("--row-tokens", type=int, default=16384)
@@ -62,7 +69,8 @@ def main() -> None:
     if ranks.rank:
         trainer.serve()
         return
-    line = measure(case, options, trainer, device) | {"ranks": ranks.size}
+    cut = {"context_ranks": options.context_ranks, "tensor_ranks": options.tensor_ranks}
+    line = measure(case, options, trainer, device) | {"ranks": ranks.size, **cut}
     trainer.end()
     found = json.loads(options.out.read_text())["lines"] if options.out.exists() else []
     options.out.write_text(json.dumps({**describe_machine(), "lines": [*found, line]}, indent=1) + "\n")
@@ -84,6 +92,8 @@ def make_trainer(case: Case, options: argparse.Namespace, device: torch.device, 
         master_weights="float32",
         parallel="fsdp2" if options.parallel == "fsdp2" else "replicated",
         sync_every_row=options.sync_every_row,
+        context_ranks=options.context_ranks,
+        tensor_ranks=options.tensor_ranks,
         device=str(device),
     )
     return Trainer(model, settings, ranks=ranks if ranks.size > 1 or options.parallel == "fsdp2" else None)

@@ -22,12 +22,16 @@ LONG = "run.steps=100000"
 NUM_KILLS = 10
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_the_tiny_recipe_learns_as_in_one_process(bench: Bench, live_run, parallel):
+@pytest.mark.parametrize(
+    "ranks",
+    [("parallel=ddp",), ("parallel=fsdp2",), ("parallel=fsdp2", "context_ranks=2"), ("tensor_ranks=2",)],
+    ids=["ddp", "fsdp2", "context", "tensor"],
+)
+def test_the_tiny_recipe_learns_as_in_one_process(bench: Bench, live_run, ranks):
     recipe, steps = ROOT / "recipes" / "quickstart" / "recipe.yaml", 16
     words = (f"run.steps={steps}", "evaluation.episodes=8", "evaluation.modes=[greedy]")
     alone = bench.raw("train", str(recipe), f"run.output_dir={bench.runs}", *words)
-    together: LiveRun = live_run(*words, f"trainer.parallel={parallel}", recipe=recipe)
+    together: LiveRun = live_run(*words, *(f"trainer.{word}" for word in ranks), recipe=recipe)
     ended = together.end()
     assert (alone.code, ended.code) == (0, 0), ended.err
     curves = [[step["reward"] for step in found] for found in (alone.steps, together.steps)]

@@ -112,9 +112,11 @@ def test_killed_again_and_again_it_ends_as_it_would_have(place):
     place.assert_same("cut", "whole")
 
 
-def test_shards_are_saved_whole_and_gone_on_from_in_any_layout(place):
+@pytest.mark.parametrize("tensor_ranks", [1, 2])
+def test_shards_are_saved_whole_and_gone_on_from_in_any_layout(place, tensor_ranks):
     """Of fsdp2's ranks: what one of them wrote is the policy that all of them exported, and they go on from it."""
-    shards = ("trainer.num_ranks=2", "trainer.parallel=fsdp2", "engine.kind=hf_server", "engine.deterministic=false")
+    cut = f"trainer.tensor_ranks={tensor_ranks}"
+    shards = (cut, "trainer.num_ranks=2", "trainer.parallel=fsdp2", "engine.kind=hf_server", "engine.deterministic=false")
     words = (*shards, "checkpoint.every.disk=1000")
     run = place.start("cut", *words, "run.steps=100000")
     eventually(lambda: place.steps("cut") >= 3 or run.poll() is not None, "the third step")
@@ -137,8 +139,9 @@ def test_shards_are_saved_whole_and_gone_on_from_in_any_layout(place):
         ("trainer.num_ranks=2", "trainer.parallel=ddp"),
         ("trainer.num_ranks=2", "trainer.parallel=fsdp2"),
     ):
-        assert place.run("cut", *words, *layout, f"run.steps={step + 3}", "--resume") == 0, place.said("cut")
+        whole = (*layout, "trainer.tensor_ranks=1")
+        assert place.run("cut", *words, *whole, f"run.steps={step + 3}", "--resume") == 0, place.said("cut")
         again = load_file(place.of("cut") / "export" / "model.safetensors")
         assert all(torch.equal(tensor, again[name]) for name, tensor in exported.items()), layout
-    assert place.run("cut", *words, *layout, f"run.steps={step + 4}", "--resume") == 0, place.said("cut")
+    assert place.run("cut", *words, *whole, f"run.steps={step + 4}", "--resume") == 0, place.said("cut")
     assert place.steps("cut") == step + 4

@@ -1,4 +1,4 @@
-"""Shards and shared beginnings on GPUs: two ranks over NCCL, and block-sparse attention against a plain mask."""
+"""Shards, cut rows and shared beginnings on GPUs: two ranks over NCCL, and kernels against plain masks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ import torch
 from numerics.test_shared_prefixes import ALWAYS, everything
 from parts.models import gradients, tiny_model
 from parts.runs import child_environment
-from parts.samples import on_policy, trainer_settings
+from parts.samples import on_policy, packed, random_samples, trainer_settings
+from parts.shard_scenes import KERNEL_CASES
 from polyturn.trainer.attention import VARLEN, use_attention
+from polyturn.trainer.context import Context, own_part
+from polyturn.trainer.context_attention import by_samples, masked
 from polyturn.trainer.trainer import Trainer
 from polyturn.trajectories.pack import pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 GPU = torch.device("cuda")
+CUT = ("cut", "parallel=fsdp2", "context=2")
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -46,16 +50,37 @@ def test_shared_beginnings_in_block_sparse_attention(compiled: bool):
     assert far[1] < max(1.5 * far[0], 0.02), "no farther from float32 than separate samples"
 
 
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_rank_s_chunks_in_the_kernel_and_with_a_mask(window: int | None):
+    """The kernel must align the ends of fewer queries and more keys."""
+    row = packed(random_samples(count=8), row_tokens=200).rows[0]
+    for size in (1, 2, 4):
+        for number in range(size):
+            part = own_part(row, GPU, Context(None, size, number)).part
+            torch.manual_seed(number)
+            query = torch.randn(1, 4, len(part.own_t), 32, device=GPU, requires_grad=True)
+            key, value = (torch.randn(1, 2, len(part.segment_T), 32, device=GPU, requires_grad=True) for _ in range(2))
+            module = torch.nn.Module()
+            module.num_key_value_groups = 2
+            found = []
+            for attend, dtype in ((masked, torch.float32), (by_samples, torch.bfloat16)):
+                states = [tensor.to(dtype) for tensor in (query, key, value)]
+                out = attend(module, *states, part, 0.2, window).float()
+                found.append((out, *torch.autograd.grad(out.square().sum(), (query, key, value))))
+            for exact, ours in zip(*found, strict=True):
+                assert float((exact - ours).norm() / exact.norm()) < 0.02
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("scene", ["equal", "compiled", "resumed"])
-def test_two_ranks_over_nccl(scene: str):
+@pytest.mark.parametrize("words", [("equal",), ("compiled",), ("resumed",), CUT, (*CUT, *KERNEL_CASES)], ids=" ".join)
+def test_two_ranks_over_nccl(words: tuple[str, ...]):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "POLYTURN_TEST_DEVICE": "cuda"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "parts.shard_scenes", scene],
+            [sys.executable, "-W", "ignore", "-m", "parts.shard_scenes", *words],
             env=child_environment(RANK=str(rank), LOCAL_RANK=str(rank), **place),
             stdout=subprocess.PIPE,
             text=True,
@@ -64,7 +89,7 @@ def test_two_ranks_over_nccl(scene: str):
     ]
     said = [rank.communicate(timeout=400)[0] for rank in ranks]
     found = json.loads(said[0].strip().splitlines()[-1])
-    if scene == "resumed":
+    if words == ("resumed",):
         assert all(mode["equal"] for mode in found.values()), found
     else:
         wrong = {name: gaps for name, gaps in found.items() if max(gaps.values()) > (5e-3 if "bfloat16" in name else 1e-4)}

@@ -9,20 +9,30 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from numerics.test_shared_prefixes import ALWAYS, everything
 from numerics.test_trainer_invariance import LOSSES
 from parts.models import largest_gap, tiny_model
-from parts.samples import loss_options, on_policy, packed, random_samples, trainer_settings
-from polyturn.errors import RankError
+from parts.samples import loss_options, make_sample, on_policy, packed, random_samples, trainer_settings
+from polyturn.checkpoint.arena import whole_tensor
+from polyturn.checkpoint.files import read_rest, read_state, write_files
+from polyturn.checkpoint.tree import split
+from polyturn.errors import ModelError, RankError
 from polyturn.models.adapters import add_adapters
+from polyturn.trainer.attention import use_attention
+from polyturn.trainer.context_attention import CONTEXT_MASKED, CONTEXT_VARLEN
 from polyturn.trainer.masters import MasterOptimizer
 from polyturn.trainer.ranks import ProcessRanks
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.trainer import Trainer
+from polyturn.trajectories.pack import pack
 from polyturn.types import TrainBatch
 
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if os.environ.get("POLYTURN_TEST_DEVICE") else torch.device("cpu")
@@ -39,6 +49,8 @@ def batches(count: int = 1, *, rows: int | None = None) -> list[TrainBatch]:
 def model_of(case: Mapping[str, Any]) -> torch.nn.Module:
     model = tiny_model(case.get("architecture", "llama"), **case.get("model", {}))
     model = model.to(case.get("dtype", torch.float32))
+    if case.get("kernels"):
+        use_attention(model, "auto", on_gpu=True)
     if case.get("lora"):
         add_adapters(model, rank=4, alpha=8, targets=None, base="tiny", seed=3)
     return model
@@ -111,6 +123,26 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def shared_beginnings() -> list[TrainBatch]:
+    """A row that is a tree: siblings whose prompt is there once."""
+    return [pack(on_policy(everything(), tiny_model(), gap=0.3), row_tokens=400, planned_trajectories=12, sharing=ALWAYS)]
+
+
+def only_the_end() -> list[TrainBatch]:
+    """A row of which most ranks have no trained token, and one of fewer tokens than chunks."""
+    rng = np.random.default_rng(0)
+    return [packed([make_sample(0, [(30, 2, 1.0)], rng=rng), make_sample(1, [(2, 1, -0.5)], rng=rng)], row_tokens=32)]
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 128,
+}
+
+
 def equal(ranks: ProcessRanks, only: Sequence[str] = ()) -> dict[str, Any]:
     """Gaps of weights and metrics to one rank with whole weights, by case."""
     found = {}
@@ -135,6 +167,111 @@ def copies(ranks: ProcessRanks) -> dict[str, Any]:
     return found
 
 
+CUT_CASES: dict[str, dict[str, Any]] = {
+    **CASES,
+    "float64": {"dtype": torch.float64, "steps": [batches(), batches(rows=1000)]},
+    "only the end is trained": {"steps": [only_the_end()]},
+    "a window": {"architecture": "mistral"},
+    "a window, other positions": {"architecture": "gemma3"},
+    "norms of heads": {"architecture": "qwen3"},
+    "biases": {"architecture": "qwen2"},
+    "shared beginnings": {"settings": {"share_prefixes": "on"}, "steps": [shared_beginnings()]},
+    "compiled": {"settings": {"compiled": True}},
+}
+del CUT_CASES["a head of its own kind"]  # its attention is eager, which is refused
+
+
+_HALF: dict[str, Any] = {"kernels": True, "dtype": torch.bfloat16, "settings": {"master_weights": "float32"}}
+KERNEL_CASES: dict[str, dict[str, Any]] = {
+    "bfloat16, kernels": {**_HALF, "model": {"hidden_size": 128}},
+    "bfloat16, kernels, a window": {**_HALF, "architecture": "mistral", "model": {"hidden_size": 128}},
+    "bfloat16, kernels, compiled": {
+        **_HALF,
+        "model": {"hidden_size": 128},
+        "settings": {**_HALF["settings"], "compiled": True, "activations": "selective"},
+    },
+}
+"""Of GPUs alone, whose kernels take no heads of less than 32."""
+
+
+def cut(ranks: ProcessRanks, parallel: str, context_ranks: str, only: Sequence[str] = ()) -> dict[str, Any]:
+    """Gaps to one rank where each row is cut over so many ranks, by case."""
+    found = {}
+    for name in only or CUT_CASES:
+        case = {**CUT_CASES, **KERNEL_CASES}[name]
+        many, weights, trainer = trained(case, ranks, parallel=parallel, context_ranks=int(context_ranks))
+        kind = CONTEXT_VARLEN if case.get("kernels") else CONTEXT_MASKED
+        assert trainer.model.config._attn_implementation == kind
+        if ranks.rank == 0:
+            one, wanted, _ = trained(case, None)
+            found[name] = gaps(one, many, wanted, weights)
+    return found
+
+
+LAYER_CASES: dict[str, dict[str, Any]] = {
+    name: case
+    for name, case in CUT_CASES.items()
+    if "adapters" not in name and name not in ("experts", "only the end is trained")
+} | {
+    "logits that are scaled": {"architecture": "granite"},
+    "no norm between": {"architecture": "cohere"},
+    "four heads of keys": {"model": {"num_key_value_heads": 4}, "steps": [batches(), batches(2)]},
+    "bfloat16, stochastic": {"dtype": torch.bfloat16, "settings": {"master_weights": "stochastic"}},
+}
+
+
+def layers(ranks: ProcessRanks, tensor_ranks: str, only: Sequence[str] = ()) -> dict[str, Any]:
+    """Gaps to one rank where each layer is cut over so many ranks, by case; and to the copies of what is on all of them."""
+    found = {}
+    for name in only or LAYER_CASES:
+        case = LAYER_CASES[name]
+        many, weights, trainer = trained(case, ranks, parallel="fsdp2", tensor_ranks=int(tensor_ranks))
+        own = {key: parameter.to_local().double() for key, parameter in trainer.model.named_parameters()}
+        copies = {key: float(own[key].sum()) for key in own if key.endswith("norm.weight") or "embed" in key}
+        noted = ranks.gather(copies, "copies")
+        size = int(tensor_ranks)
+        assert all(noted[rank] == noted[rank // size * size] for rank in range(ranks.size)), "copies are equal to the bit"
+        if ranks.rank == 0:
+            one, wanted, _ = trained(case, None)
+            found[name] = gaps(one, many, wanted, weights)
+    return found
+
+
+class AllAtOnce(torch.nn.Module):
+    """Looks at the whole width, which no rank has when it is cut."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(states) - states.mean(-1, keepdim=True)
+
+
+def refused(ranks: ProcessRanks) -> dict[str, Any]:
+    """What is said of models that can't be cut by tokens."""
+    found = {}
+    cut: dict[str, dict[str, Any]] = {
+        "phi3": {"parallel": "fsdp2", "tensor_ranks": 2},
+        "qwen3_moe": {"parallel": "fsdp2", "tensor_ranks": 2},
+        "one head of keys": {"parallel": "fsdp2", "tensor_ranks": 2},
+        "all at once": {"parallel": "fsdp2", "tensor_ranks": 2},
+    }
+    models = {
+        "phi3": tiny_model("phi3"),
+        "qwen3_moe": tiny_model("qwen3_moe"),
+        "one head of keys": tiny_model(num_key_value_heads=1),
+        "all at once": tiny_model(),
+        "eager": tiny_model(attention="eager"),
+        "longrope": tiny_model(rope_parameters=LONGROPE),
+        "looks back": tiny_model(),
+    }
+    models["all at once"].model.layers[0].mlp.act_fn = AllAtOnce()
+    models["looks back"].model.layers[1].register_forward_hook(lambda _, __, out: out + 0.1 * out.roll(1, 1))
+    for name, model in models.items():
+        try:
+            Trainer(model, trainer_settings(**cut.get(name, {"context_ranks": 2})), ranks=ranks)
+        except ModelError as error:
+            found[name] = str(error)
+    return found
+
+
 def compiled(ranks: ProcessRanks) -> dict[str, Any]:
     """Layers that are compiled, of shards."""
     many, weights, _ = trained({}, ranks, parallel="fsdp2", compiled=True)
@@ -151,14 +288,15 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def resumed(ranks: ProcessRanks) -> dict[str, Any]:
+def resumed(ranks: ProcessRanks, tensor_ranks: str = "1") -> dict[str, Any]:
     """Two steps, or one, a saved state, another trainer and one more: equal to the bit. And what the state looks like."""
     found: dict[str, Any] = {}
+    cut: dict[str, Any] = {"parallel": "fsdp2", "tensor_ranks": int(tensor_ranks)}
     for name, mode in MODES.items():
-        whole = trained({**mode, "steps": [batches()] * 2}, ranks, parallel="fsdp2")[2]
-        half = trained({**mode, "steps": [batches()]}, ranks, parallel="fsdp2")[2]
+        whole = trained({**mode, "steps": [batches()] * 2}, ranks, **cut)[2]
+        half = trained({**mode, "steps": [batches()]}, ranks, **cut)[2]
         state, weights = half.optimizer.state_dict(), half.model.state_dict()
-        later = trained({**mode, "steps": []}, ranks, parallel="fsdp2")[2]
+        later = trained({**mode, "steps": []}, ranks, **cut)[2]
         later.optimizer_step = half.optimizer_step
         later.model.load_state_dict(copied(weights))
         later.optimizer.load_state_dict(copied(state))
@@ -178,6 +316,38 @@ def resumed(ranks: ProcessRanks) -> dict[str, Any]:
             "held": later.optimizer.held().device.total,
         }
     return found
+
+
+def loaded(ranks: ProcessRanks, tensor_ranks: str) -> dict[str, Any]:
+    """A state that ranks of cut layers saved as files, read by such ranks and by ranks of whole layers: equal to the bit."""
+    folder = Path(ranks.gather(tempfile.mkdtemp() if ranks.rank == 0 else "", "a folder")[0])
+    mode = MODES["masters"]
+    before = trained({**mode, "steps": [batches()] * 2}, ranks, parallel="fsdp2", tensor_ranks=int(tensor_ranks))[2]
+    if ranks.rank == 0:
+        write_files(folder, *split(before.save(lambda state, _: whole(state))))
+        with ranks.tell("end"):
+            pass
+    else:
+        _serve(before)
+    found: dict[str, Any] = {}
+    for other in (tensor_ranks, "1"):
+        settings = trainer_settings(parallel="fsdp2", tensor_ranks=int(other), **mode["settings"])
+        trainer = Trainer(tiny_model(seed=3).bfloat16(), settings, ranks=ranks)
+        into, _ = split(trainer.state_to_fill())
+        trainer.go_on_from(read_state(folder, read_rest(folder), into))
+        states = [dict(split(whole(one.state()))[0]) for one in (before, trainer)]
+        found[other] = states[0].keys() == states[1].keys() and all(
+            torch.equal(states[0][key], states[1][key]) for key in states[0]
+        )
+        found[f"{other}, tensors"] = len(states[0])
+    return found
+
+
+def whole(tree: Any) -> Any:
+    """With whole tensors, which all ranks gather."""
+    if isinstance(tree, Mapping):
+        return {key: whole(value) for key, value in tree.items()}
+    return whole_tensor(tree).clone() if isinstance(tree, torch.Tensor) else tree
 
 
 def copied(tree: Any) -> Any:
@@ -204,14 +374,21 @@ def gaps(
 ) -> dict[str, float]:
     assert [metrics.keys() for metrics in one] == [metrics.keys() for metrics in many]
     metrics = max(abs(a[key] - b[key]) / max(1e-2, abs(a[key])) for a, b in zip(one, many, strict=True) for key in a)
-    found, exact = ({name: tensor.float().cpu() for name, tensor in one.items()} for one in (weights, wanted))
+    found, exact = ({name: tensor.double().cpu() for name, tensor in one.items()} for one in (weights, wanted))
     return {"weights": largest_gap(found, exact), "metrics": metrics}
 
 
-SCENES = {scene.__name__: scene for scene in (equal, copies, compiled, resumed, lose_a_rank)}
+def arguments(words: list[str]) -> list[Any]:
+    """`NAME=VALUE` are arguments, the rest are the names of cases."""
+    values = [word.partition("=")[2] for word in words if "=" in word]
+    names = [word for word in words if "=" not in word]
+    return [*values, names] if names else [*values]
+
+
+SCENES = {scene.__name__: scene for scene in (equal, cut, layers, refused, copies, compiled, resumed, loaded, lose_a_rank)}
 
 if __name__ == "__main__":
     joined = ProcessRanks.join(deadline_s=60, start_deadline_s=120)
-    print(json.dumps(SCENES[sys.argv[1]](joined, *([sys.argv[2:]] if sys.argv[2:] else []))), flush=True)
+    print(json.dumps(SCENES[sys.argv[1]](joined, *arguments(sys.argv[2:]))), flush=True)
     joined.leave()
     os._exit(0)

@@ -19,7 +19,7 @@ _HARMLESS = (
     "engine.gpu_memory_utilization engine.max_model_len engine.start_deadline_s engine.max_batch_size engine.kind "
     "trainer.num_ranks trainer.devices trainer.collective_deadline_s trainer.device trainer.step_deadline_s trainer.threads "
     "trainer.activations trainer.compile trainer.memory trainer.row_tokens trainer.reference_device trainer.parallel "
-    "trainer.shard_ranks trainer.sync_every_row trainer.share_prefixes "
+    "trainer.shard_ranks trainer.context_ranks trainer.tensor_ranks trainer.sync_every_row trainer.share_prefixes "
     "weight_sync.mode weight_sync.verify_every weight_sync.deadline_s weight_sync.max_mismatch model.attention"
 ).split()
 """Keys and whole sections that change nothing of what is trained."""

@@ -13,23 +13,77 @@ def parallel(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str
     trainer = recipe.trainer
     ranks, chosen = trainer.num_ranks, trainer.parallel
     if chosen == "auto":
-        chosen = "single" if ranks == 1 else "ddp"
-        reasons["trainer.parallel"] = "one rank" if ranks == 1 else f"{ranks} ranks, each with the whole weights"
+        chosen = "single" if ranks == 1 else "fsdp2" if trainer.tensor_ranks > 1 else "ddp"
+        reasons["trainer.parallel"] = {
+            "single": "one rank",
+            "ddp": f"{ranks} ranks, each with the whole weights",
+            "fsdp2": "layers that are cut over ranks are shards",
+        }[chosen]
+    for key, what in (("context_ranks", "a row"), ("tensor_ranks", "a layer")):
+        size = getattr(trainer, key)
+        if size > ranks:
+            raise ConfigError(
+                f"trainer.{key}={size} with trainer.num_ranks={ranks}: {what} can't be cut over more ranks than there are; use "
+                f"trainer.num_ranks={size}, or a multiple of it"
+            )
     if chosen == "single" and ranks > 1:
         raise ConfigError(f"trainer.parallel=single with trainer.num_ranks={ranks}: use ddp or fsdp2, or trainer.num_ranks=1")
     if chosen != "single" and ranks == 1:
         raise ConfigError(
             f"trainer.parallel={chosen} with trainer.num_ranks=1: there is nobody to share with; use single, or more ranks"
         )
-    problems = list(_shard_refusals(recipe) if chosen == "fsdp2" else _whole_refusals(recipe, chosen))
+    problems = [
+        *(_shard_refusals(recipe) if chosen == "fsdp2" else _whole_refusals(recipe, chosen)),
+        *_context_refusals(recipe),
+        *_tensor_refusals(recipe),
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
     return with_values(recipe, "trainer", parallel=chosen)
 
 
+def _context_refusals(recipe: Recipe) -> Iterator[str]:
+    trainer, attention = recipe.trainer, recipe.model.attention
+    size = trainer.context_ranks
+    if trainer.num_ranks % size:
+        yield (
+            f"trainer.context_ranks={size} does not divide trainer.num_ranks={trainer.num_ranks}: every row is cut over as "
+            f"many ranks; use {_divisors(trainer.num_ranks)}"
+        )
+    if size > 1 and attention in ("eager", "flash_attention_2"):
+        yield (
+            f"trainer.context_ranks={size} with model.attention={attention}: it can't look at keys of other ranks; use auto, "
+            "varlen or sdpa"
+        )
+
+
+def _tensor_refusals(recipe: Recipe) -> Iterator[str]:
+    trainer = recipe.trainer
+    size = trainer.tensor_ranks
+    if size == 1:
+        return
+    if trainer.num_ranks % size:
+        yield (
+            f"trainer.tensor_ranks={size} does not divide trainer.num_ranks={trainer.num_ranks}: every layer is cut over as "
+            f"many ranks; use {_divisors(trainer.num_ranks)}"
+        )
+    layers = f"trainer.tensor_ranks={size} with"
+    if trainer.context_ranks > 1:
+        yield f"{layers} trainer.context_ranks={trainer.context_ranks}: use one of the two, the second for long rows"
+    if trainer.shard_ranks is not None:
+        yield f"{layers} trainer.shard_ranks={trainer.shard_ranks}: there is one copy of cut layers; leave it out"
+    if recipe.model.lora is not None:
+        yield f"{layers} model.lora: adapters are not cut with their layers; use trainer.tensor_ranks=1"
+
+
+def _divisors(ranks: int) -> str:
+    """Numbers above 1 that divide `ranks`, to choose from."""
+    return " or ".join(str(part) for part in range(2, ranks + 1) if ranks % part == 0)
+
+
 def _whole_refusals(recipe: Recipe, chosen: str) -> Iterator[str]:
     """Settings of shards where there are none."""
-    for key, default in (("shard_ranks", None), ("sync_every_row", False)):
+    for key, default in (("shard_ranks", None), ("sync_every_row", False), ("tensor_ranks", 1)):
         value = getattr(recipe.trainer, key)
         if value != default:
             yield f"trainer.{key}={str(value).lower()} with trainer.parallel={chosen}: there are no shards; use fsdp2"
@@ -59,8 +113,7 @@ def _shard_refusals(recipe: Recipe) -> Iterator[str]:
         yield f"{shards} model.quantize={recipe.model.quantize}: packed weights can't be cut; use trainer.parallel=ddp"
     size = trainer.shard_ranks
     if size is not None and trainer.num_ranks % size:
-        fits = [part for part in range(2, trainer.num_ranks + 1) if trainer.num_ranks % part == 0]
         yield (
             f"trainer.shard_ranks={size} does not divide trainer.num_ranks={trainer.num_ranks}: every copy of the weights is "
-            f"cut over as many ranks; use {' or '.join(map(str, fits))}"
+            f"cut over as many ranks; use {_divisors(trainer.num_ranks)}"
         )

@@ -351,6 +351,10 @@ class TrainerSection(Section):
     `auto`: `single` for one rank, `fsdp2` where whole copies don't fit the GPUs by the plan and shards do, else `ddp`."""
     shard_ranks: int | None = Field(default=None, gt=1)
     """With `fsdp2`: ranks that one copy of the weights is cut over; null: all. Fewer, as those of a node: several copies."""
+    context_ranks: int = Field(default=1, gt=0)
+    """Ranks that the tokens of each row are cut over, for rows too long for one GPU; it divides `num_ranks`."""
+    tensor_ranks: int = Field(default=1, gt=0)
+    """With `fsdp2`: ranks that heads and feed-forward width of each layer are cut over; it divides `num_ranks`."""
     sync_every_row: bool = False
     """With `fsdp2`: sum gradients after each row, not once an optimizer step; holds no whole gradients, and sends more."""
     devices: tuple[int, ...] | None = Field(default=None, strict=False)

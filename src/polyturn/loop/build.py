@@ -225,6 +225,8 @@ def build_trainer(
         float32_head=trainer.float32_head,
         parallel="fsdp2" if trainer.parallel == "fsdp2" else "replicated",
         shard_ranks=trainer.shard_ranks,
+        context_ranks=trainer.context_ranks,
+        tensor_ranks=trainer.tensor_ranks,
         share_prefixes=trainer.share_prefixes,
         sync_every_row=trainer.sync_every_row,
         device=str(device),

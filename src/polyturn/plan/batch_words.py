@@ -23,7 +23,7 @@ class BatchWords:
     gradient_accumulation_steps: int
     """Rows that a rank computes before the optimizer steps, at most."""
     num_processes: int
-    """Ranks of the trainer."""
+    """Ranks of the trainer; those that share rows count as one."""
 
     @property
     def sequences(self) -> int:
@@ -36,11 +36,12 @@ def batch_words(recipe: Recipe) -> BatchWords:
     rollout, trainer = recipe.rollout, recipe.trainer
     each = max(1, filled(trainer.row_tokens) // rollout.max_trajectory_tokens)
     trajectories = math.ceil(rollout.groups_per_step / trainer.optimizer_steps_per_batch) * rollout.group_size
+    ranks = trainer.num_ranks // (trainer.context_ranks * trainer.tensor_ranks)
     return BatchWords(
         num_generations=rollout.group_size,
         per_device_train_batch_size=each,
-        gradient_accumulation_steps=math.ceil(trajectories / trainer.num_ranks / each),
-        num_processes=trainer.num_ranks,
+        gradient_accumulation_steps=math.ceil(trajectories / ranks / each),
+        num_processes=ranks,
     )
 
 
@@ -69,7 +70,7 @@ def indivisible(words: BatchWords) -> str | None:
 def word_lines(recipe: Recipe) -> list[str]:
     """A resolved recipe's batch in those words."""
     words, rollout = batch_words(recipe), recipe.rollout
-    trajectories, ranks = rollout.groups_per_step * rollout.group_size, recipe.trainer.num_ranks
+    trajectories, ranks = rollout.groups_per_step * rollout.group_size, words.num_processes
     found = [
         f"In other words: num_generations={words.num_generations} (rollout.group_size), per_device_train_batch_size="
         f"{words.per_device_train_batch_size} (trajectories of full length in a row), gradient_accumulation_steps="

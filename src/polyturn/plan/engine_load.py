@@ -76,5 +76,8 @@ def rows_of_step(recipe: Recipe) -> int:
     """Rows that one rank computes in an optimizer step, at most, where trajectories fill their rows."""
     rollout, trainer = recipe.rollout, recipe.trainer
     groups = math.ceil(rollout.groups_per_step / trainer.optimizer_steps_per_batch)
-    most = math.ceil(groups * rollout.group_size / trainer.num_ranks) * rollout.max_trajectory_tokens
+    most = (
+        math.ceil(groups * rollout.group_size * trainer.context_ranks * trainer.tensor_ranks / trainer.num_ranks)
+        * rollout.max_trajectory_tokens
+    )
     return math.ceil(most / filled(trainer.row_tokens))

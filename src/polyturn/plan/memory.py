@@ -74,8 +74,9 @@ class TrainerLoad:
 
     dtype: str
     row_tokens: int
+    """Of a row, or of this rank's part of it."""
     trained_tokens: int
-    """Tokens of a row under the loss, at most."""
+    """Those under the loss, at most."""
     rows: int
     """Rows of an optimizer step on this rank; several find the gradients of the first one there."""
     optimizer: OptimizerName = "adamw"
@@ -93,6 +94,10 @@ class TrainerLoad:
     """Where a frozen copy of whole weights waits; `none` also with adapters, whose reference is the policy itself."""
     shards: int = 1
     """Ranks that one copy of the weights is cut over."""
+    context_ranks: int = 1
+    """Ranks that each row is cut over."""
+    tensor_ranks: int = 1
+    """Ranks that each layer is cut over, beside `shards`."""
     sync_every_row: bool = False
     """Of shards: no whole gradients are held between rows."""
 
@@ -121,10 +126,12 @@ def trainer_terms(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, ...]:
         Term(name="activations", bytes=kept, formula=_activations_formula(load), phase="training"),
         Term(
             name="attention mask",
-            bytes=load.row_tokens**2 * (1 + width) if load.masked else 0,
-            formula="tokens of a row squared, as truth values and as numbers",
+            bytes=load.row_tokens**2 * load.context_ranks * (1 + width) if load.masked else 0,
+            formula="tokens of a row squared, as truth values and as numbers"
+            + (f", on {load.context_ranks} ranks" if load.context_ranks > 1 else ""),
             phase="training",
         ),
+        _whole_keys(facts, load),
         chunk,
         head_gradient,
         Term(
@@ -135,21 +142,42 @@ def trainer_terms(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, ...]:
         ),
         Term(
             name="KL reference",
-            bytes=0 if load.reference == "none" else facts.parameters * width / load.shards,
+            bytes=0 if load.reference == "none" else _one_rank_s(facts, load) * width / load.shards,
             formula=f"a frozen copy of the weights, {'while it scores' if load.reference == 'cpu' else 'always'}",
             phase="scoring" if load.reference == "cpu" else "always",
         ),
     ]
-    if load.shards > 1:
+    if _is_sharded(load):
         terms += _together(facts, load)
     return tuple(term for term in terms if term.bytes > 0)
+
+
+def _is_sharded(load: TrainerLoad) -> bool:
+    return load.shards > 1 or load.tensor_ranks > 1
+
+
+def _one_rank_s(facts: ModelFacts, load: TrainerLoad) -> float:
+    """Weights without shards: those of the layers are cut over the ranks that compute a layer together."""
+    return facts.parameters - facts.layer_weights * (1 - 1 / load.tensor_ranks)
+
+
+def _whole_keys(facts: ModelFacts, load: TrainerLoad) -> Term:
+    """What a rank holds of the keys and values of the ranks that it shares a row with."""
+    width, layers = ELEMENT_BYTES[load.dtype], facts.layers if load.activations == "keep" else 1
+    one_layer = load.row_tokens * (load.context_ranks - 1) * facts.kv_numbers / facts.layers
+    return Term(
+        name="keys and values of other ranks",
+        bytes=one_layer * (width * layers + width + _FLOAT32),
+        formula=f"of {'every layer' if layers > 1 else 'the layer that computes'}, and their gradients in one layer",
+        phase="training",
+    )
 
 
 def _together(facts: ModelFacts, load: TrainerLoad) -> list[Term]:
     """What a rank with shards holds whole for a while: embedding and head, two layers, and gradients."""
     width = ELEMENT_BYTES[load.dtype]
-    ends, layer = facts.embedding + facts.head, facts.layer_weights / facts.layers
-    trained = adapter_numbers(facts, load) or facts.parameters
+    ends, layer = facts.embedding + facts.head, facts.layer_weights / facts.layers / load.tensor_ranks
+    trained = adapter_numbers(facts, load) or _one_rank_s(facts, load)
     several = load.rows > 1 and not load.sync_every_row
     share = trained / facts.parameters
     return [
@@ -210,19 +238,19 @@ def adapter_numbers(facts: ModelFacts, load: TrainerLoad) -> int:
 def _tensors(facts: ModelFacts, load: TrainerLoad) -> Iterator[tuple[Placed, int]]:
     """Bytes of every tensor, with the number of its like."""
 
-    def part(numel: int, rows: int) -> int:
+    def part(numel: int, rows: int, ranks: int = load.shards) -> int:
         """Of the rank with the most: tensors are cut along their first dimension."""
-        return numel if load.shards == 1 else math.ceil(rows / load.shards) * (numel // rows)
+        return numel if ranks == 1 else math.ceil(rows / ranks) * (numel // rows)
 
     # Shards with masters are float32 themselves, and have no weights of another type beside them.
-    masters_alone = load.shards > 1 and load.master_weights == "float32"
+    masters_alone = _is_sharded(load) and load.master_weights == "float32"
     dtype = "float32" if masters_alone else load.dtype
     master_weights: MasterWeights = "none" if masters_alone else load.master_weights
 
     def trained(numel: int) -> Placed:
         return trained_tensor(numel, dtype=dtype, optimizer=load.optimizer, master_weights=master_weights, offload=load.offload)
 
-    if load.shards > 1:
+    if _is_sharded(load):
         yield from _shards(facts, load, part, trained)
         return
     matrices = ((linear, linear.inputs * linear.outputs) for linear in facts.linears)
@@ -240,7 +268,7 @@ def _tensors(facts: ModelFacts, load: TrainerLoad) -> Iterator[tuple[Placed, int
 
 
 def _shards(
-    facts: ModelFacts, load: TrainerLoad, part: Callable[[int, int], int], trained: Callable[[int], Placed]
+    facts: ModelFacts, load: TrainerLoad, part: Callable[..., int], trained: Callable[[int], Placed]
 ) -> Iterator[tuple[Placed, int]]:
     """Bytes of this rank's part of every tensor, with the number of its like."""
 
@@ -248,7 +276,7 @@ def _shards(
         return trained(numel) if load.lora_rank is None else frozen_tensor(numel, dtype=load.dtype)
 
     for linear in facts.linears:
-        yield base(part(linear.inputs * linear.outputs, linear.outputs)), linear.count
+        yield base(part(linear.inputs * linear.outputs, linear.outputs, load.shards * load.tensor_ranks)), linear.count
     for numel, count in facts.other_tensors():
         yield base(part(numel, facts.vocabulary if numel == facts.embedding else numel)), count
     rank = load.lora_rank
@@ -262,9 +290,9 @@ def _shards(
 def _activations(facts: ModelFacts, load: TrainerLoad) -> tuple[float, float]:
     """Bytes that all layers keep of a row, and those of one layer that is computed again."""
     width = ELEMENT_BYTES[load.dtype]
-    hidden, attention = facts.hidden, facts.heads * facts.head_dim
-    keys = facts.kv_numbers / facts.layers / 2
-    feed_forward = facts.intermediate
+    hidden, attention = facts.hidden, facts.heads * facts.head_dim / load.tensor_ranks
+    keys = facts.kv_numbers / facts.layers / 2 / load.tensor_ranks
+    feed_forward = facts.intermediate / load.tensor_ranks
     # An expert gets a copy of the tokens that are its own, and gives back as many.
     routed = 2 * facts.experts_per_token * hidden
     whole = routed + 5 * keys + (4 if load.masked else 2) * attention
@@ -307,9 +335,9 @@ def _head(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, Term]:
 
 def _weights_formula(facts: ModelFacts, load: TrainerLoad) -> str:
     width = ELEMENT_BYTES[load.dtype]
-    if load.shards > 1:
+    if _is_sharded(load):
         kind = "float32, which are the masters" if load.master_weights == "float32" else load.dtype
-        return f"{facts.parameters:,} parameters ({kind}) on {load.shards} ranks"
+        return f"{facts.parameters:,} parameters ({kind}) on {load.shards * load.tensor_ranks} ranks"
     if load.quantize is not None:
         return f"linear layers in {load.quantize}, the rest x {width} bytes, and adapters"
     return f"{facts.parameters:,} parameters x {width} bytes" + (", and adapters" if load.lora_rank is not None else "")
@@ -318,7 +346,8 @@ def _weights_formula(facts: ModelFacts, load: TrainerLoad) -> str:
 def _activations_formula(load: TrainerLoad) -> str:
     how = {"keep": "all that layers keep", "selective": "products and attention", "full": "what comes into each layer"}
     mode = f"{load.activations}{'' if load.compiled else ', eager'}"
-    return f"{how[load.activations]} for {load.row_tokens:,} tokens of a row ({mode})"
+    of = f", which {load.context_ranks} ranks share" if load.context_ranks > 1 else ""
+    return f"{how[load.activations]} for {load.row_tokens:,} tokens of a row{of} ({mode})"
 
 
 def _times(held: Held, count: int) -> Held:

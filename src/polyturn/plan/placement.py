@@ -105,6 +105,14 @@ def _parallel_refusals(recipe: Recipe, facts: ModelFacts) -> Iterator[str]:
             f"engine.tensor_parallel_size={recipe.engine.tensor_parallel_size} with engine.kind={recipe.engine.kind}: only "
             "servers of vLLM share a model between GPUs; use engine.kind=vllm_server"
         )
+    cut = recipe.trainer.tensor_ranks
+    for name, count in (
+        ("attention heads", facts.heads),
+        ("heads of keys", facts.kv_heads),
+        ("feed-forward width", facts.intermediate),
+    ):
+        if count % cut:
+            yield f"trainer.tensor_ranks={cut} does not divide the {name} of {facts.name}, {count}; use one that does"
     if parts > 1 and facts.heads % parts:
         valid = [size for size in range(1, facts.heads + 1) if facts.heads % size == 0 and size <= 64]
         near = sorted(sorted(valid, key=lambda size: abs(size - parts))[:2])

@@ -252,14 +252,15 @@ def trainer_load(recipe: Recipe) -> TrainerLoad:
     """How a rank of a resolved recipe trains, at most."""
     rollout, trainer, model = recipe.rollout, recipe.trainer, recipe.model
     groups = math.ceil(rollout.groups_per_step / trainer.optimizer_steps_per_batch)
-    most = math.ceil(groups * rollout.group_size / trainer.num_ranks) * rollout.max_trajectory_tokens
+    together = trainer.context_ranks * trainer.tensor_ranks
+    most = math.ceil(groups * rollout.group_size * together / trainer.num_ranks) * rollout.max_trajectory_tokens
     row = min(filled(trainer.row_tokens), most)
     assert trainer.master_weights != "auto", "the recipe is resolved"
     has_reference = recipe.algorithm.loss_options.beta > 0 and model.lora is None
     return TrainerLoad(
         dtype=model.dtype,
-        row_tokens=row,
-        trained_tokens=row,
+        row_tokens=math.ceil(row / trainer.context_ranks),
+        trained_tokens=math.ceil(row / trainer.context_ranks),
         rows=math.ceil(most / row),
         optimizer=trainer.optimizer,
         master_weights=trainer.master_weights,
@@ -272,7 +273,9 @@ def trainer_load(recipe: Recipe) -> TrainerLoad:
         lora_targets=None if model.lora is None else model.lora.targets,
         quantize=model.quantize,
         reference=trainer.reference_device if has_reference else "none",
-        shards=(trainer.shard_ranks or trainer.num_ranks) if trainer.parallel == "fsdp2" else 1,
+        shards=(trainer.shard_ranks or trainer.num_ranks // trainer.tensor_ranks) if trainer.parallel == "fsdp2" else 1,
+        context_ranks=trainer.context_ranks,
+        tensor_ranks=trainer.tensor_ranks,
         sync_every_row=trainer.sync_every_row,
     )
 
@@ -284,7 +287,9 @@ def _caveats(recipe: Recipe, facts: ModelFacts, load: TrainerLoad) -> tuple[str,
         "tensor parallelism of the engine": tensor_parallel(recipe) > 1,
         "activations of float32 weights": load.dtype == "float32",
         "attention with a mask": load.masked,
-        "shards: their own sizes are exact, what is whole for a while was never measured": load.shards > 1,
+        "shards: their own sizes are exact, what is whole for a while was never measured": recipe.trainer.parallel == "fsdp2",
+        "layers that are cut over ranks": load.tensor_ranks > 1,
+        "keys and values of other ranks": load.context_ranks > 1,
         "activations of experts": facts.experts_per_token > 0,
         "activations of latent attention": facts.latent_numbers is not None,
         "activations where heads x head size is not the hidden size": facts.heads * facts.head_dim != facts.hidden,

@@ -135,7 +135,10 @@ def _training(plan: Plan, machine: Machine, trajectories: int, length: float, sa
     peak_share = utilisation(facts.parameters) * (1.0 if trainer.compile != "off" else _EAGER)
     again = 1 + _AGAIN[trainer.activations]
     computed = operations * again / (machine.gpu.bf16_tflops * 1e12 * peak_share) / ranks
-    rows = math.ceil(trajectories * length / filled(trainer.row_tokens) / ranks) * trainer.num_iterations
+    rows = (
+        math.ceil(trajectories * length / filled(trainer.row_tokens) * trainer.context_ranks * trainer.tensor_ranks / ranks)
+        * trainer.num_iterations
+    )
     launched = rows * facts.layers * _LAUNCH_S
     optimizer = _optimizer(plan, machine)
     return Part(

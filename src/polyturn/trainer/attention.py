@@ -17,7 +17,8 @@ from torch import Tensor
 from polyturn.errors import ConfigError
 from polyturn.trainer.row import Tree
 
-VARLEN = "polyturn_varlen"
+_OURS = "polyturn_"
+VARLEN = f"{_OURS}varlen"
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -43,7 +44,7 @@ def use_attention(model: Any, asked: str, *, on_gpu: bool | None = None) -> None
 
 def use_plain_attention(model: Any) -> None:
     """Undo `use_attention`, for a model that generates: ours knows no cache."""
-    if model.config._attn_implementation == VARLEN:
+    if model.config._attn_implementation.startswith(_OURS):
         model.set_attn_implementation("sdpa")
 
 
@@ -81,47 +82,61 @@ def varlen_attention(
     assert dropout == 0.0, "the policy that is trained is the one that sampled: there is no dropout"
     if tree is not None:
         assert sliding_window is None, "a window counts places in the row"
-        groups = query_1NTD.shape[1] != key_1MTD.shape[1]
-        out_1NTD = _flex(query_1NTD.is_cuda)(
-            query_1NTD, key_1MTD, value_1MTD, block_mask=tree, scale=scaling, enable_gqa=groups
-        )
-        return out_1NTD.transpose(1, 2), None
-    from torch.nn.attention.varlen import varlen_attn
-
+        return flexible(query_1NTD, key_1MTD, value_1MTD, tree, scaling), None
     query_TND, key_TMD, value_TMD = (states[0].transpose(0, 1) for states in (query_1NTD, key_1MTD, value_1MTD))
     length = query_TND.shape[0]
     if cu_seq_lens_q is None or max_length_q is None:
         cu_seq_lens_q, max_length_q = torch.tensor([0, length], dtype=torch.int32, device=query_TND.device), length
-    # The kernel groups query heads over fewer key heads itself; torch 2.11 lets it, later ones want to be told.
-    options: dict[str, Any] = {"enable_gqa": True} if _ASKS_FOR_GROUPS else {}
-    left = -1 if sliding_window is None else sliding_window - 1
-    out_TND = varlen_attn(
-        query_TND,
-        key_TMD,
-        value_TMD,
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
-        scale=scaling,
-        window_size=(left, 0),
-        **options,
-    )
-    assert isinstance(out_TND, Tensor), "nothing besides the output was asked for"
+    starts, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
+    out_TND = causal_varlen(query_TND, key_TMD, value_TMD, starts, longest, scaling=scaling, window=sliding_window)
     return out_TND[None], None
 
 
-def block_mask(tree: Tree) -> Any:
-    """Who sees whom, for kernels that skip whole blocks of pairs that don't count."""
+def causal_varlen(
+    query_TND: Tensor,
+    key_UMD: Tensor,
+    value_UMD: Tensor,
+    starts: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    *,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Queries of samples laid end to end to the keys of the same samples, `[T, N, D]`; `starts` and `longest` of both.
+
+    Where a sample has fewer queries than keys, they are its last: the kernel aligns the ends. Keys that none sees are allowed.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    # The kernel groups query heads over fewer key heads itself; torch 2.11 lets it, later ones want to be told.
+    options: dict[str, Any] = {"enable_gqa": True} if _ASKS_FOR_GROUPS else {}
+    left = -1 if window is None else window - 1
+    out_TND = varlen_attn(query_TND, key_UMD, value_UMD, *starts, *longest, scale=scaling, window_size=(left, 0), **options)
+    assert isinstance(out_TND, Tensor), "nothing besides the output was asked for"
+    return out_TND
+
+
+def flexible(query_1NTD: Tensor, key_1MUD: Tensor, value_1MUD: Tensor, mask: Any, scaling: float | None) -> Tensor:
+    """Attention under a block mask, `[1, T, N, D]`."""
+    groups = query_1NTD.shape[1] != key_1MUD.shape[1]
+    attend = _flex(query_1NTD.is_cuda)
+    out_1NTD: Tensor = attend(query_1NTD, key_1MUD, value_1MUD, block_mask=mask, scale=scaling, enable_gqa=groups)
+    return out_1NTD.transpose(1, 2)
+
+
+def block_mask(tree: Tree, own_t: Tensor | None = None) -> Any:
+    """Who sees whom, for kernels that skip whole blocks of pairs that don't count; queries are those at `own_t`, or all."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     segment_T, sees_SS, position_T = tree.segment_T, tree.sees_SS, tree.position_T
+    place_t = torch.arange(len(segment_T), device=segment_T.device) if own_t is None else own_t
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return sees_SS[segment_T[query], segment_T[key]] & (position_T[query] >= position_T[key])
+        place = place_t[query]
+        return sees_SS[segment_T[place], segment_T[key]] & (position_T[place] >= position_T[key])
 
-    length = len(segment_T)
-    return create_block_mask(sees, None, None, length, length, device=str(segment_T.device), _compile=segment_T.is_cuda)
+    device = segment_T.device
+    return create_block_mask(sees, None, None, len(place_t), len(segment_T), device=str(device), _compile=device.type == "cuda")
 
 
 def _flex(compiled: bool) -> Callable[..., Any]:

@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from polyturn.errors import ConfigError
+from polyturn.trainer.context import Context
 from polyturn.trainer.optimizer import PolicyOptimizer, build_optimizer, clip, clip_by
 from polyturn.trainer.ranks import ProcessRanks, Ranks
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.shard_optimizer import ShardOptimizer
 from polyturn.trainer.sharding import gather, shard
+from polyturn.trainer.tensor_parallel import CutLayersProbe, LayerPlan, TensorGroup
 
 _LOST = re.compile(r"gloo|nccl|connection|timed? ?out", re.IGNORECASE)
 """What an error of torch says when a collective in a forward or backward pass did not come about."""
@@ -45,7 +47,9 @@ class Layout(Protocol):
 
 
 class Replicated:
-    """Every rank holds the whole policy. Ranks meet once an optimizer step, to sum their gradients."""
+    """Every rank holds the whole policy. Ranks meet once an optimizer step, to sum their gradients, and those that share rows
+    in every layer.
+    """
 
     lockstep = False
 
@@ -60,12 +64,12 @@ class Replicated:
         return build_optimizer(self._model, self._settings, exact)
 
     def row(self, *, last: bool) -> AbstractContextManager[None]:
-        """See `Layout.row`: nobody else is needed."""
-        return nullcontext()
+        """See `Layout.row`."""
+        return self.meeting("a forward and backward pass")
 
     def meeting(self, what: str) -> AbstractContextManager[None]:
-        """See `Layout.meeting`: nobody is needed."""
-        return nullcontext()
+        """See `Layout.meeting`: nobody is needed, but by ranks that share rows."""
+        return _named(what, self._ranks) if self._settings.context_ranks > 1 else nullcontext()
 
     def sum_and_clip(self, gradients: list[Tensor], longest: float, what: str) -> Tensor:
         """See `Layout.sum_and_clip`."""
@@ -101,17 +105,47 @@ class Sharded:
                 f"trainer.shard_ranks={size} does not divide {ranks.size} ranks: every copy of the policy is cut over as many; "
                 f"use {max(part for part in range(1, size) if ranks.size % part == 0)}"
             )
-        self.mesh = ranks.mesh(device.type, size)
         self._copies = ranks.size // size
-        shard(model, self.mesh, masters=settings.master_weights == "float32", exact=exact)
+        self._tensor: TensorGroup | None = None
+        if settings.tensor_ranks > 1:
+            self._cut_layers(model, device.type, exact)
+        else:
+            self.mesh = ranks.mesh(device.type, size)
+            shard(model, self.mesh, masters=settings.master_weights == "float32", exact=exact)
+
+    def _cut_layers(self, model: torch.nn.Module, device_type: str, exact: Mapping[str, Tensor] | None) -> None:
+        """Cut the layers over neighbours, and everything over the groups of these. Raises ConfigError, ModelError."""
+        size, ranks = self._settings.tensor_ranks, self._ranks
+        if ranks.size % size:
+            raise ConfigError(
+                f"trainer.tensor_ranks={size} does not divide {ranks.size} ranks: every layer is cut over as many"
+            )
+        plan = LayerPlan(model, size)
+        meshes = ranks.tensor_mesh(device_type, size)
+        self.mesh, self._tensor = meshes["shards"], TensorGroup(meshes["tensor"])
+        probe = CutLayersProbe(model)
+        with self.meeting("the first pass through cut layers"):
+            self._shard_cut(model, plan, masters=self._settings.master_weights == "float32", exact=exact)
+            gap = probe.gap()
+        probe.refuse(ranks.gather(gap, "the first pass through cut layers of all ranks"))
+        self._summed = plan.summed
+
+    def _shard_cut(self, model: torch.nn.Module, plan: LayerPlan, **options: Any) -> None:
+        tensor = self._tensor
+        assert tensor is not None
+        shard(model, self.mesh, cut=lambda layer, name: plan.cut(layer, name, tensor), **options)
 
     def cut_reference(self, model: torch.nn.Module) -> None:
         """Cut the KL reference like the policy."""
-        shard(model, self.mesh)
+        if self._tensor is None:
+            shard(model, self.mesh)
+        else:
+            self._shard_cut(model, LayerPlan(model, self._tensor.size))
 
     def optimizer(self) -> PolicyOptimizer:
         """See `Layout.optimizer`."""
-        return ShardOptimizer(self._model, self._settings, rank=self._ranks.rank)
+        # Ranks with copies of a shard draw the same noise.
+        return ShardOptimizer(self._model, self._settings, rank=self._ranks.rank // self._settings.tensor_ranks)
 
     @contextmanager
     def row(self, *, last: bool) -> Iterator[None]:
@@ -122,7 +156,14 @@ class Sharded:
 
     def sum_and_clip(self, gradients: list[Tensor], longest: float, what: str) -> Tensor:
         """See `Layout.sum_and_clip`: they were summed by the backward pass of the last row."""
-        squares = torch.stack([gradient.float().square().sum() for gradient in gradients]).double().sum()
+        shares = [1.0] * len(gradients)
+        if self._tensor is not None:
+            trained = {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+            with self.meeting(what):
+                shares = self._tensor.settle(trained, gradients, self._summed)
+        squares = (
+            torch.stack([g.float().square().sum() * share for g, share in zip(gradients, shares, strict=True)]).double().sum()
+        )
         self._ranks.sum_in_place([squares], what)
         norm = (squares / self._copies).sqrt().float()
         clip_by(gradients, norm, longest)
@@ -133,15 +174,21 @@ class Sharded:
         with self.meeting(f"the shards of {names[0] if names else 'nothing'}"):
             return gather(self._model, names)
 
-    @contextmanager
-    def meeting(self, what: str) -> Iterator[None]:
+    def meeting(self, what: str) -> AbstractContextManager[None]:
         """See `Layout.meeting`."""
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError) or not _LOST.search(str(error)):
-                raise
-            raise self._ranks.lost(what, error) from error
+        return _named(what, self._ranks)
+
+
+def context_of(settings: TrainerSettings, ranks: Ranks) -> Context | None:
+    """The ranks that share rows with this one; None where each has its own. A collective of all ranks. Raises ConfigError."""
+    size = settings.context_ranks
+    if size == 1:
+        return None
+    if ranks.size % size or not isinstance(ranks, ProcessRanks):
+        raise ConfigError(
+            f"trainer.context_ranks={size} does not divide {ranks.size} ranks: rows are cut over as many; use one that does"
+        )
+    return ranks.context(size)
 
 
 def lay_out(
@@ -149,6 +196,18 @@ def lay_out(
 ) -> Replicated | Sharded:
     """Give each rank its part of `model`, which is whole on all of them. Raises ConfigError, ModelError."""
     return (Sharded if settings.parallel == "fsdp2" else Replicated)(model, settings, ranks, exact)
+
+
+@contextmanager
+def _named(what: str, ranks: Ranks) -> Iterator[None]:
+    """Turn what torch raises within a forward or backward pass, when a rank is gone or late, into a RankError."""
+    assert isinstance(ranks, ProcessRanks), "who meets others has processes"
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or not _LOST.search(str(error)):
+            raise
+        raise ranks.lost(what, error) from error
 
 
 class ShardedWeights:

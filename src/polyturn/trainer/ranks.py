@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from polyturn.errors import RankError
+from polyturn.trainer.context import Context
 from polyturn.trainer.roll_call import RollCall
 
 Waiting: TypeAlias = Callable[[str, float], AbstractContextManager[None]]
@@ -156,6 +157,23 @@ class ProcessRanks:
         )
         groups = [across[self.rank % shard_ranks], within[self.rank // shard_ranks]]
         return DeviceMesh.from_group(groups, device_type, mesh=places, mesh_dim_names=("copies", "shards"))
+
+    def tensor_mesh(self, device_type: str, size: int) -> DeviceMesh:
+        """Groups of `size` neighbours that compute layers together (`tensor`), and across them (`shards`). A collective."""
+        places = torch.arange(self.size).reshape(-1, size)
+        limit = datetime.timedelta(seconds=self._deadline_s)
+        across, within = (
+            [dist.new_group(line, timeout=limit) for line in lines.tolist()] for lines in (places.T.contiguous(), places)
+        )
+        groups = [across[self.rank % size], within[self.rank // size]]
+        return DeviceMesh.from_group(groups, device_type, mesh=places, mesh_dim_names=("shards", "tensor"))
+
+    def context(self, size: int) -> Context:
+        """The ranks that this one shares rows with: `size` neighbours. A collective of all ranks."""
+        limit = datetime.timedelta(seconds=self._deadline_s)
+        lines = torch.arange(self.size).reshape(-1, size).tolist()
+        groups = [dist.new_group(line, timeout=limit) for line in lines]
+        return Context(groups[self.rank // size], size, self.rank % size)
 
     def lost(self, what: str, error: BaseException) -> RankError:
         """What to raise when `what` did not come about because of `error`: it names who is gone, where that can be seen."""

@@ -23,10 +23,13 @@ class Tree:
     sees_SS: torch.Tensor
     position_T: torch.Tensor
 
-    def mask(self) -> torch.Tensor:
-        """`[1, 1, T, T]`, true where a token (the first T) sees another."""
-        earlier_TT = self.position_T[:, None] >= self.position_T[None]
-        return (self.sees_SS[self.segment_T][:, self.segment_T] & earlier_TT)[None, None]
+    def mask(self, own_t: torch.Tensor | None = None) -> torch.Tensor:
+        """`[1, 1, T, T]`, true where a token (the first T, or those at `own_t`) sees another."""
+        segment_t, position_t = self.segment_T, self.position_T
+        if own_t is not None:
+            segment_t, position_t = segment_t[own_t], position_t[own_t]
+        earlier_tT = position_t[:, None] >= self.position_T[None]
+        return (self.sees_SS[segment_t][:, self.segment_T] & earlier_tT)[None, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,14 @@ class RowTensors:
     engine_logprobs_N: torch.Tensor
     trajectory_index_N: torch.Tensor
     turn_index_N: torch.Tensor
+    own_N: torch.Tensor | None = None
+    """Which of the packed row's trained tokens these are, where a rank has only some; None: all."""
+    part: Any = None
+    """Of a row that is cut over ranks: what attention has to know of the others (`trainer.context.Part`)."""
+
+    def of(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Those of the values of all trained tokens of the packed row that belong to the tokens here."""
+        return values_N if self.own_N is None else values_N[self.own_N]
 
 
 def to_tensors(row: PackedRow, device: torch.device) -> RowTensors:

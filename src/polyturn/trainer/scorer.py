@@ -55,8 +55,10 @@ class Scorer:
         self.model = model
         self._float32_head = float32_head
         self._head = find_head(model) if chunked_head else None
-        self._attention = getattr(model.config, "_attn_implementation", "sdpa")
-        self._packed = self._attention not in ("sdpa", "eager")
+
+    @property
+    def _attention(self) -> str:
+        return getattr(self.model.config, "_attn_implementation", "sdpa")
 
     def may_share(self) -> bool:
         """Whether the model may be given rows whose segments follow others; whether it heeds them is tried out apart.
@@ -86,17 +88,21 @@ class Scorer:
         """A forward pass in which the samples of the row don't see each other.
 
         SDPA and eager attention get a block mask, which transformers builds from positions that restart at each sample; the
-        others are told where samples begin. Where segments follow others, the mask is ours.
+        others are told where samples begin. Where segments follow others, the mask is ours; of a row that is cut over ranks,
+        its part says who sees whom.
         """
         mask: Tensor | None = None
-        if row.tree is not None and self._packed:
+        packed = self._attention not in ("sdpa", "eager")
+        if row.part is not None:
+            options["context_part"] = row.part
+        elif row.tree is not None and packed:
             options["tree"] = block_mask(row.tree)
         elif row.tree is not None:
             mask = row.tree.mask()
             if self._attention == "eager":  # it adds its mask
                 dtype = next(self.model.parameters()).dtype
                 mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
-        elif self._packed:
+        elif packed:
             options |= {
                 "cu_seq_lens_q": row.cu_seqlens_S,
                 "cu_seq_lens_k": row.cu_seqlens_S,

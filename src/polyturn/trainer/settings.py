@@ -35,6 +35,10 @@ class TrainerSettings:
     """Whether every rank holds whole weights, or a shard of each."""
     shard_ranks: int | None = None
     """Ranks that one sharded copy of the weights is cut over; None: all of them."""
+    context_ranks: int = 1
+    """Ranks that the tokens of each row are cut over."""
+    tensor_ranks: int = 1
+    """Ranks that the heads and the feed-forward width of each layer are cut over."""
     sync_every_row: bool = False
     """Sum the gradients of shards after each row, which holds no whole ones between rows."""
     device: str = "cpu"

@@ -24,12 +24,18 @@ _FORWARD = "polyturn_forward"
 
 
 def shard(
-    model: torch.nn.Module, mesh: DeviceMesh, *, masters: bool = False, exact: Mapping[str, Tensor] | None = None
+    model: torch.nn.Module,
+    mesh: DeviceMesh,
+    *,
+    masters: bool = False,
+    exact: Mapping[str, Tensor] | None = None,
+    cut: Callable[[torch.nn.Module, str], None] | None = None,
 ) -> None:
     """Cut `model` over `mesh`, of one dimension, or of two where several copies are each cut over the second.
 
     Whole weights may lie on the CPU: each unit is brought to the mesh's device when it is cut. With `masters` the shards of
-    trained parameters are float32, from `exact` where it is known. All ranks call it with equal weights. Raises ModelError.
+    trained parameters are float32, from `exact` where it is known. `cut` is called with each layer and its name before.
+    All ranks call it with equal weights. Raises ModelError.
     """
     computes_in = next(model.parameters()).dtype
     if masters:
@@ -42,7 +48,10 @@ def shard(
         reduce_dtype=torch.float32 if half else None,
         cast_forward_inputs=False,
     )
+    names = {module: name for name, module in model.named_modules()}
     for layer in decoder_layers(model):
+        if cut is not None:
+            cut(layer, names[layer])
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for unit in model.modules():

@@ -35,11 +35,12 @@ class Share:
 
 
 def share_out(
-    batches: Sequence[TrainBatch], num_ranks: int, settings: TrainerSettings, *, on_policy: bool, equally_many: bool = False
+    batches: Sequence[TrainBatch], num_shares: int, settings: TrainerSettings, *, on_policy: bool, equally_many: bool = False
 ) -> list[list[Share]]:
-    """Shares of every rank, one a batch: rows go to the rank with the fewest tokens so far, the longest first.
+    """As many shares of each batch: rows go to the one with the fewest tokens so far, the longest first. A rank trains one, or
+    ranks that cut rows among them do so together.
 
-    With `equally_many` every rank gets as many rows, those of equal place of similar length; where they don't go round, a row
+    With `equally_many` every share gets as many rows, those of equal place of similar length; where they don't go round, a row
     of two tokens without any under the loss fills the place.
 
     >>> [[len(share.rows) for share in rank] for rank in share_out([], 2, settings, on_policy=True)]
@@ -47,8 +48,8 @@ def share_out(
     """
     return [
         list(column)
-        for column in zip(*(_cut(batch, num_ranks, settings, on_policy, equally_many) for batch in batches), strict=True)
-    ] or [[] for _ in range(num_ranks)]
+        for column in zip(*(_cut(batch, num_shares, settings, on_policy, equally_many) for batch in batches), strict=True)
+    ] or [[] for _ in range(num_shares)]
 
 
 def to_bytes(shares: Sequence[Share]) -> bytes:
@@ -97,7 +98,9 @@ def _cut(batch: TrainBatch, num_ranks: int, settings: TrainerSettings, on_policy
     ).astype(np.float32)
     ends = np.cumsum([row.loss_mask.sum() for row in batch.rows])[:-1]
     weights_of = np.split(weights, ends)
-    whole = _some_segment_is_cut(batch) and needs_whole_segments(settings.loss, on_policy=on_policy)
+    # Rows that are cut over ranks have segments on several of them.
+    cut = settings.context_ranks > 1 or _some_segment_is_cut(batch)
+    whole = cut and needs_whole_segments(settings.loss, on_policy=on_policy)
     lengths = [len(row.input_ids) for row in batch.rows]
     dealt = _in_rounds(lengths, num_ranks) if equally_many else _balanced(lengths, num_ranks)
     most = max(map(len, dealt)) if equally_many else 0

@@ -24,9 +24,11 @@ from polyturn.losses.ratio import segment_log_ratio
 from polyturn.losses.sampler import sampler_weights
 from polyturn.models.adapters import pushed_weights
 from polyturn.trainer.beside_engines import BesideEngines
+from polyturn.trainer.context import own_part
+from polyturn.trainer.context_attention import CutProbe, attend_across
 from polyturn.trainer.layers import prepare_layers
 from polyturn.trainer.optimizer import learning_rate_at
-from polyturn.trainer.parallel import OnDemand, Sharded, ShardedWeights, lay_out
+from polyturn.trainer.parallel import OnDemand, Sharded, ShardedWeights, context_of, lay_out
 from polyturn.trainer.random_state import RandomState, random_state
 from polyturn.trainer.ranks import Alone, Ranks
 from polyturn.trainer.record import Record
@@ -38,7 +40,7 @@ from polyturn.trainer.sharding import same_parameters
 from polyturn.trainer.shared_prefixes import sharing_of
 from polyturn.trainer.shares import Share, from_bytes, share_out, to_bytes
 from polyturn.trainer.whole import gather_shards
-from polyturn.types import TrainBatch
+from polyturn.types import PackedRow, TrainBatch
 from polyturn.weight_sync.base import WeightSource, WholeWeights, checksum
 
 Result = TypeVar("Result")
@@ -91,9 +93,16 @@ class Trainer:
         refuse_mixed_samples(self._score)
         self.sharing = sharing_of(self._score, settings.share_prefixes)
         """When the rows that this trainer is given should have common beginnings once; None for never."""
+        self._context = context_of(settings, self._ranks)
+        if self._context is not None:
+            self._cut_rows(reference)
         prepare_layers(self.model, activations=settings.activations, compiled=settings.compiled)
         self._reference = reference_of(reference, self.model, self._score, partial(Scorer, float32_head=settings.float32_head))
         self.settings = settings
+        self._together = settings.context_ranks * settings.tensor_ranks
+        """Ranks that get the same rows."""
+        self._speaks = self._ranks.rank % settings.tensor_ranks == 0
+        """Whether this rank's numbers count, of those that have the same."""
         self.version = version
         self.optimizer_step = 0
         self._device = next(model.parameters()).device
@@ -159,8 +168,10 @@ class Trainer:
             RankError: another rank ended or is late.
         """
         on_policy, even = not self._several(len(batches)), self._layout.lockstep
-        shares = share_out(batches, self._ranks.size, self.settings, on_policy=on_policy, equally_many=even)
-        with self._ranks.tell(_TRAIN, [to_bytes(share) for share in shares[1:]]):
+        together = self._together
+        shares = share_out(batches, self._ranks.size // together, self.settings, on_policy=on_policy, equally_many=even)
+        payloads = [to_bytes(share) for share in shares for _ in range(together)]
+        with self._ranks.tell(_TRAIN, payloads[1:]):
             return self._train(shares[0])
 
     def serve(self) -> None:
@@ -285,10 +296,11 @@ class Trainer:
                 self._forward_backward(share, record)
                 self._optim_step(record)
         self.version += 1
-        return record.metrics(self._ranks.gather(record.note(), "the metrics of a step"))
+        note = record.note() if self._speaks else Record().note()
+        return record.metrics(self._ranks.gather(note, "the metrics of a step"))
 
     def _prepare(self, share: Share, record: Record, *, keep_old: bool) -> _Prepared:
-        rows = RowsOnDemand(share.rows, lambda row: to_tensors(row, self._device))
+        rows = RowsOnDemand(share.rows, self._bring)
         for row in share.rows:
             ages = self.version - row.policy_version[row.loss_mask]
             record.ages.append((float(ages.sum()), len(ages)))
@@ -299,6 +311,20 @@ class Trainer:
             reference_logprobs=None if self._reference is None else self._reference.logprobs(rows),
             whole_segments=share.whole_segments,
         )
+
+    def _bring(self, row: PackedRow) -> RowTensors:
+        """The tensors of a row, or of this rank's tokens of it."""
+        return to_tensors(row, self._device) if self._context is None else own_part(row, self._device, self._context)
+
+    def _cut_rows(self, reference: torch.nn.Module | None) -> None:
+        """Let the models attend across the ranks that share rows. Raises ModelError where that changes what they compute."""
+        assert self._context is not None
+        with self._layout.meeting("the first cut row"):
+            probe = CutProbe(self._score, self._context)
+            for model in {id(model): model for model in (self.model, reference) if model is not None}.values():
+                attend_across(model)
+            gap = probe.gap()
+        probe.refuse(self._ranks.gather(gap, "the first cut row of all ranks"))
 
     def _whole_segments(self, batch: _Prepared) -> tuple[list[Tensor], list[Tensor]] | None:
         """Ratio and sampler weight over whole turns or trajectories, where their tokens lie in several rows.
@@ -327,7 +353,11 @@ class Trainer:
     def _whole_column(self, of_rows: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, int]:
         """Values of this rank's rows between those of the other ranks', and where its own begin."""
         own_N = torch.cat(list(of_rows)) if of_rows else torch.zeros(0, dtype=dtype, device=self._device)
-        return self._ranks.concatenate(own_N, "the log-probabilities of whole segments")
+        what = "the log-probabilities of whole segments"
+        if self._speaks:
+            return self._ranks.concatenate(own_N, what)
+        whole_N, end = self._ranks.concatenate(own_N[:0], what)
+        return whole_N, end - len(own_N)  # after those of the neighbour that has the same
 
     def _forward_backward(self, batch: _Prepared, record: Record) -> None:
         segments = self._whole_segments(batch)
@@ -335,8 +365,8 @@ class Trainer:
         for index in range(len(batch.rows)):
             with self._layout.row(last=index == len(batch.rows) - 1):
                 self._one_row(batch, index, segments, record, losses)
-        # One look per optimizer step: reading a number waits for the device.
-        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
+        # One look per optimizer step: reading a number waits for the device. Of one type also on a rank without trained tokens.
+        total = torch.stack(losses).sum().double() if losses else torch.zeros((), dtype=torch.float64, device=self._device)
         record.losses.append(total.clone())
         self._ranks.sum_in_place([total], f"the loss of optimizer step {self.optimizer_step}")
         self._refuse_non_finite("loss", total)
@@ -361,7 +391,7 @@ class Trainer:
             engine_logprobs_N=row.engine_logprobs_N,
             reference_logprobs_N=None if batch.reference_logprobs is None else batch.reference_logprobs[index],
             advantages_N=row.advantages_N,
-            token_weights_N=batch.token_weights[index],
+            token_weights_N=row.of(batch.token_weights[index]),
             trajectory_index_N=row.trajectory_index_N,
             turn_index_N=row.turn_index_N,
             segment_log_ratio_N=None if segments is None else segments[0][index],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polyturn.config.resolve import resolve
-from polyturn.config.schema import EnvironmentSection, ModelSection, Recipe, RunSection, with_values
+from polyturn.config.schema import EnvironmentSection, LoraSection, ModelSection, Recipe, RunSection, with_values
 from polyturn.errors import ConfigError
 
 RECIPE = Recipe(run=RunSection(steps=5), model=ModelSection(path="builtin:tiny"), environment=EnvironmentSection(id="lookup"))
@@ -14,12 +14,23 @@ SERVED = with_values(RECIPE, "engine", kind="hf_server")
 
 @pytest.mark.parametrize(
     ("given", "found"),
-    [({}, "single"), ({"num_ranks": 4}, "ddp"), ({"num_ranks": 4, "parallel": "fsdp2"}, "fsdp2")],
+    [
+        ({}, "single"),
+        ({"num_ranks": 4}, "ddp"),
+        ({"num_ranks": 4, "parallel": "fsdp2"}, "fsdp2"),
+        ({"num_ranks": 2, "tensor_ranks": 2}, "fsdp2"),
+    ],
 )
 def test_it_follows_from_the_number_of_ranks(given, found):
     resolved = resolve(with_values(SERVED, "trainer", **given), num_train_tasks=None)
     assert resolved.recipe.trainer.parallel == found
     assert resolve(resolved.recipe, num_train_tasks=None).recipe == resolved.recipe
+
+
+def test_rows_are_cut_over_ranks_with_whole_weights_and_with_shards():
+    for parallel in ("auto", "fsdp2"):
+        recipe = with_values(SERVED, "trainer", num_ranks=4, context_ranks=2, parallel=parallel)
+        assert resolve(recipe, num_train_tasks=None).recipe.trainer.context_ranks == 2
 
 
 SHARDS = {"num_ranks": 4, "parallel": "fsdp2"}
@@ -36,6 +47,27 @@ SHARDS = {"num_ranks": 4, "parallel": "fsdp2"}
         (with_values(SERVED, "trainer", **SHARDS, reference_device="cpu"), "the reference is cut too"),
         (with_values(SERVED, "trainer", **SHARDS, shard_ranks=3), "does not divide trainer.num_ranks=4.*use 2 or 4"),
         (with_values(SERVED, "trainer", num_ranks=4, shard_ranks=2), "shard_ranks=2 with trainer.parallel=ddp"),
+        (
+            with_values(SERVED, "trainer", context_ranks=2),
+            "context_ranks=2 with trainer.num_ranks=1: .*use trainer.num_ranks=2",
+        ),
+        (with_values(SERVED, "trainer", num_ranks=4, context_ranks=3), "context_ranks=3 does not divide.*use 2 or 4"),
+        (
+            with_values(with_values(SERVED, "trainer", **SHARDS, context_ranks=2), "model", attention="eager"),
+            "context_ranks=2 with model.attention=eager: .*use auto, varlen or sdpa",
+        ),
+        (with_values(SERVED, "trainer", tensor_ranks=2), "tensor_ranks=2 with trainer.num_ranks=1: .*use trainer.num_ranks=2"),
+        (with_values(SERVED, "trainer", **SHARDS, tensor_ranks=3), "tensor_ranks=3 does not divide.*use 2 or 4"),
+        (with_values(SERVED, "trainer", **SHARDS, tensor_ranks=2, context_ranks=2), "use one of the two, the second"),
+        (with_values(SERVED, "trainer", **SHARDS, tensor_ranks=2, shard_ranks=2), "leave it out"),
+        (
+            with_values(SERVED, "trainer", num_ranks=2, parallel="ddp", tensor_ranks=2),
+            "tensor_ranks=2 with trainer.parallel=ddp",
+        ),
+        (
+            with_values(with_values(SERVED, "trainer", num_ranks=2, tensor_ranks=2), "model", lora=LoraSection(rank=4)),
+            "adapters are not cut",
+        ),
         (with_values(SERVED, "trainer", num_ranks=4, sync_every_row=True), "sync_every_row=true with trainer.parallel=ddp"),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from parts.runs import child_environment
-from parts.shard_scenes import CASES
+from parts.shard_scenes import CASES, CUT_CASES, LAYER_CASES
 
 pytestmark = pytest.mark.real
 
@@ -62,6 +62,51 @@ def test_shards_train_as_whole_weights_do(size, only):
     assert not wrong
 
 
+CUT_FEW = ("only the end is trained", "loss turn ratio, turn tis", "adapters, kl", "float64")
+
+
+@pytest.mark.parametrize(
+    ("size", "parallel", "context", "only"),
+    [(2, "fsdp2", 2, tuple(CUT_CASES)), (4, "fsdp2", 2, CUT_FEW), (4, "ddp", 4, CUT_FEW)],
+    ids=["all ranks", "two groups", "whole weights"],
+)
+def test_rows_that_are_cut_over_ranks_train_as_whole_ones(size, parallel, context, only):
+    (found,) = play("cut", size, f"parallel={parallel}", f"context={context}", *only)
+    assert found.keys() == set(only)
+    # One step moves an adapter that begins at zero, and each rank rounds its part of the gradient to the weights' type.
+    limits = {name: 2e-2 if name == "bfloat16, adapters with masters" else close(name) for name in only}
+    assert not {name: gaps for name, gaps in found.items() if max(gaps.values()) > limits[name]}
+    assert found["float64"]["weights"] < 1e-14
+
+
+LAYER_FEW = ("loss turn ratio, turn tis", "kl, two passes", "norms of heads", "tied", "clipped hard", "float64")
+
+
+@pytest.mark.parametrize(
+    ("size", "tensor", "only"),
+    [(2, 2, tuple(LAYER_CASES)), (4, 2, LAYER_FEW), (4, 4, ("four heads of keys",))],
+    ids=["all ranks", "two groups", "four"],
+)
+def test_layers_that_are_cut_over_ranks_train_as_whole_ones(size, tensor, only):
+    (found,) = play("layers", size, f"tensor={tensor}", *only)
+    assert found.keys() == set(only)
+    # In bfloat16 every rank rounds its part of a sum, and what is measured of mismatches is of that size.
+    wrong = {name: gaps for name, gaps in found.items() if max(gaps.values()) > (5e-2 if "bfloat16" in name else 5e-6)}
+    assert not wrong
+    assert "float64" not in only or found["float64"]["weights"] < 1e-14
+
+
+def test_models_that_cannot_be_cut_are_refused_on_every_rank():
+    for found in play("refused", 2, waited_for=(0, 1)):
+        assert "this model of type llama uses eager; set model.attention=auto" in found["eager"]
+        assert "positions are of kind longrope" in found["longrope"]
+        assert "model of type phi3: their layers.*.mlp.down_proj (rowwise_split_input), " in found["phi3"]
+        assert "model of type qwen3_moe: their layers.*.mlp.experts (moe_tp_experts), " in found["qwen3_moe"]
+        assert "tensor_ranks=2 does not divide num_key_value_heads=1" in found["one head of keys"]
+        assert "models of type llama compute something else when their layers are cut" in found["all at once"]
+        assert "models of type llama can't be cut by tokens: log-probabilities differ by 0." in found["looks back"]
+
+
 def test_copies_that_are_cut_over_two_ranks_each():
     (found,) = play("copies", 4)
     assert len(found) == 4
@@ -73,14 +118,23 @@ def test_compiled_layers():
     assert max(found["compiled"].values()) < 5e-6
 
 
-def test_a_saved_state_goes_on_exactly():
-    zero, one = play("resumed", 2, waited_for=(0, 1))
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_saved_state_goes_on_exactly(tensor):
+    zero, one = play("resumed", 2, f"tensor={tensor}", waited_for=(0, 1))
     for found in (zero, one):
         assert all(mode["equal"] and mode["whole shapes"] for mode in found.values()), found
         assert found["masters"]["kept"] == ["exp_avg", "exp_avg_sq", "master", "step"]
     # Weights as masters, and two averages: 12 bytes a parameter on both ranks together, and the count of steps of each tensor.
     parameters = 2 * (48 * 32) + 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32)
+    if tensor == 2:  # embedding, head and norms are on both
+        parameters += 2 * (48 * 32) + 32 + 2 * 2 * 32
     assert zero["masters"]["held"] + one["masters"]["held"] == 12 * parameters + 2 * 4 * (3 + 2 * 9)
+
+
+def test_files_of_cut_layers_are_read_by_ranks_of_cut_and_of_whole_ones():
+    for found in play("loaded", 4, "tensor=2", waited_for=(0, 3)):
+        assert (found["2"], found["1"]) == (True, True), found
+        assert found["2, tensors"] > 4 * 21
 
 
 def test_a_rank_that_is_killed_in_a_backward_pass_is_named():
