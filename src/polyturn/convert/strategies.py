@@ -15,7 +15,6 @@ _STAGES = {
     "travel in every pass; trainer.parallel=ddp keeps everything whole",
     2: "ZeRO-2 cuts the optimizer's state and gradients, fsdp2 weights too: less memory, the same numbers, and weights "
     "travel in every pass; trainer.parallel=ddp keeps everything whole",
-    3: "PyTorch's FSDP2 cuts weights, gradients and the optimizer's state, as ZeRO-3 does; DeepSpeed itself is not used",
 }
 
 
@@ -47,6 +46,8 @@ def share_by_stage(part: Part, name: str, context: Context) -> int | None:
         part.note(name, _ALONE)
     elif stage == 0:
         part.take(name, "trainer.parallel", "ddp", "each rank holds whole copies")
+    elif stage == 3:
+        part.take(name, "trainer.parallel", "deepspeed", "trainer.parallel=fsdp2 cuts the same, with PyTorch alone")
     else:
         part.take(name, "trainer.parallel", "fsdp2", _STAGES[stage])
     return stage

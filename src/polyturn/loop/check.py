@@ -110,6 +110,7 @@ def check_packages(recipe: Recipe) -> None:
         "model.lora": ("peft", "lora", recipe.model.lora is not None),
         f"model.quantize={recipe.model.quantize}": ("bitsandbytes", "quantization", recipe.model.quantize is not None),
         "trainer.optimizer=adamw_8bit": ("bitsandbytes", "quantization", recipe.trainer.optimizer == "adamw_8bit"),
+        "trainer.parallel=deepspeed": ("deepspeed", "deepspeed", recipe.trainer.parallel == "deepspeed"),
     }
     for key, (package, extra, needed) in needs.items():
         if needed and not has_package(package):

@@ -272,8 +272,9 @@ def trainer_load(recipe: Recipe) -> TrainerLoad:
         lora_targets=None if model.lora is None else model.lora.targets,
         quantize=model.quantize,
         reference=trainer.reference_device if has_reference else "none",
-        shards=(trainer.shard_ranks or trainer.num_ranks) if trainer.parallel == "fsdp2" else 1,
-        sync_every_row=trainer.sync_every_row,
+        shards=(trainer.shard_ranks or trainer.num_ranks) if trainer.parallel in ("fsdp2", "deepspeed") else 1,
+        sync_every_row=trainer.sync_every_row or trainer.parallel == "deepspeed",
+        copies_beside=trainer.parallel == "deepspeed",
     )
 
 

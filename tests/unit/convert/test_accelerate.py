@@ -40,7 +40,7 @@ def keys(found: Converted) -> dict[str, object]:
             "deepspeed",
             {
                 "trainer.num_ranks": 2,
-                "trainer.parallel": "fsdp2",
+                "trainer.parallel": "deepspeed",
                 "trainer.max_grad_norm": 0.5,
                 "model.dtype": "bfloat16",
             },

@@ -31,7 +31,7 @@ def refused(path: str, recipe: Recipe | None = FOUR) -> str:
 def test_a_file_of_literals_sets_all_it_says_and_its_batch_says_how_many_ranks():
     assert keys(convert(FILES / "deepspeed_zero3.json")) == {
         "trainer.num_ranks": 2,
-        "trainer.parallel": "fsdp2",
+        "trainer.parallel": "deepspeed",
         "trainer.max_grad_norm": 1.0,
         "trainer.optimizer": "adamw",
         "trainer.learning_rate": 1e-5,
@@ -54,7 +54,7 @@ def test_auto_leaves_it_to_the_recipe_and_says_so():
         assert key in auto
 
 
-@pytest.mark.parametrize(("stage", "parallel"), [(0, "ddp"), (1, "fsdp2"), (2, "fsdp2"), (3, "fsdp2")])
+@pytest.mark.parametrize(("stage", "parallel"), [(0, "ddp"), (1, "fsdp2"), (2, "fsdp2"), (3, "deepspeed")])
 def test_stages(given, stage, parallel):
     found = convert(given({"zero_optimization": {"stage": stage}}), FOUR)
     assert keys(found) == {"trainer.parallel": parallel}
