@@ -20,7 +20,7 @@ from polyturn.checkpoint.places import memory_root, tiers_of
 from polyturn.checkpoint.sagemaker import import_library
 from polyturn.checkpoint.tree import split
 from polyturn.checkpoint.writing import Settings
-from polyturn.config.schema import CheckpointEvery, CheckpointKeep, CheckpointSection
+from polyturn.config.checkpoint_section import CheckpointEvery, CheckpointKeep, CheckpointSection
 
 DEADLINE_S = 900.0
 BUCKET = "bench"

@@ -91,7 +91,8 @@ class Bench:
 
 def child_environment(**given: str) -> dict[str, str]:
     """The variables of a child process that imports polyturn and these test parts."""
-    paths = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))
+    inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    paths = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests"), *inherited))
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} | given
 
 

@@ -69,7 +69,7 @@ def trained(
     """Metrics of every step and the whole weights in the end (on rank 0), and the trainer."""
     given["device"] = str(DEVICE)
     settings = trainer_settings(case.get("loss", loss_options()), **{**SGD, **case.get("settings", {}), **given})
-    model = model_of(case) if settings.parallel == "fsdp2" else model_of(case).to(DEVICE)
+    model = model_of(case) if settings.parallel != "replicated" else model_of(case).to(DEVICE)
     trainer = Trainer(model, settings, reference=reference_of(settings, model, case), ranks=ranks, exact=case.get("exact"))
     numbers: list[dict[str, float]] = []
     weights: dict[str, torch.Tensor] = {}
@@ -281,6 +281,82 @@ def compiled(ranks: ProcessRanks) -> dict[str, Any]:
     return {"compiled": gaps(one, many, wanted, weights)}
 
 
+def zero3(ranks: ProcessRanks, only: Sequence[str] = ()) -> dict[str, Any]:
+    """Shards of DeepSpeed beside those of FSDP2, and beside one rank with whole weights; those of it first."""
+    found = {}
+    for name in only:
+        many, weights, _ = trained(CASES[name], ranks, parallel="deepspeed")
+        fsdp2 = trained(CASES[name], ranks, parallel="fsdp2")[:2]
+        if ranks.rank == 0:
+            one = trained(CASES[name], None)[:2]
+            for kind, (metrics, exact) in (("whole", one), ("fsdp2", fsdp2)):
+                found[f"{name}, {kind}"] = gaps(metrics, many, exact, weights)
+    return found
+
+
+ZERO3_MODES: dict[str, dict[str, Any]] = {
+    "float32": {
+        "settings": {"optimizer": "adamw", "weight_decay": 0.1},
+        "model": {"hidden_size": 33, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8},
+    },
+    "masters": {"dtype": torch.bfloat16, "settings": {"optimizer": "adamw", "master_weights": "float32"}},
+}
+"""The first with a tensor that two ranks can't halve."""
+
+
+def zero3_resumed(ranks: ProcessRanks) -> dict[str, Any]:
+    """Two steps, or one, a state that is gathered and read by another trainer, and one more: equal to the bit."""
+    found: dict[str, Any] = {}
+    for name, mode in ZERO3_MODES.items():
+        step = [packed(random_samples(), row_tokens=30)]
+        whole = trained({**mode, "steps": [step] * 2}, ranks, parallel="deepspeed")[2]
+        half = trained({**mode, "steps": [step]}, ranks, parallel="deepspeed")[2]
+        later = trained({**mode, "steps": []}, ranks, parallel="deepspeed")[2]
+        shapes = later.state_to_fill()
+        state = gathered(half.state())
+        later.go_on_from(state)
+        if ranks.rank == 0:
+            later.train(step)
+            with ranks.tell("end"):
+                pass
+        else:
+            _serve(later)
+        ends = [gathered(trainer.state()) for trainer in (whole, later)]
+        stale = [parameter._z3_optimizer.get_local_fp32_grad_for_param(parameter) for parameter in later.model.parameters()]
+        found[name] = {
+            "equal": same(ends[0], ends[1]),
+            "moved": not same(ends[0]["model"], state["model"]),
+            "places": same_shapes(shapes, state),
+            "kept": sorted(next(iter(state["optimizer"]["parameters"].values()))),
+            "gradients are gone": all(not gradient.any() for gradient in stale),
+        }
+    return found
+
+
+def gathered(tree: Any) -> Any:
+    """A state with whole tensors of its own; a collective."""
+    if isinstance(tree, Mapping):
+        return {key: gathered(value) for key, value in tree.items()}
+    return whole_tensor(tree).clone() if isinstance(tree, torch.Tensor) else tree
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def same_shapes(one: Any, other: Any) -> bool:
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same_shapes(one[key], other[key]) for key in one)
+    return not isinstance(one, torch.Tensor) or (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+def zero3_lose_a_rank(ranks: ProcessRanks) -> dict[str, Any]:
+    """Rank 1 is killed in a backward pass."""
+    return lose_a_rank(ranks, "deepspeed")
+
+
 MODES: dict[str, dict[str, Any]] = {
     "adamw": {"settings": {"optimizer": "adamw"}},
     "masters": {"dtype": torch.bfloat16, "settings": {"optimizer": "adamw", "master_weights": "float32"}},
@@ -356,9 +432,9 @@ def copied(tree: Any) -> Any:
     return tree.detach().clone() if isinstance(tree, torch.Tensor) else tree
 
 
-def lose_a_rank(ranks: ProcessRanks) -> dict[str, Any]:
+def lose_a_rank(ranks: ProcessRanks, parallel: str = "fsdp2") -> dict[str, Any]:
     """Rank 1 is killed in a backward pass."""
-    settings = trainer_settings(parallel="fsdp2")
+    settings = trainer_settings(parallel=parallel)
     trainer = Trainer(tiny_model(), settings, ranks=ranks)
     if ranks.rank == 1:
         trainer.model.model.layers[0].register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -385,7 +461,8 @@ def arguments(words: list[str]) -> list[Any]:
     return [*values, names] if names else [*values]
 
 
-SCENES = {scene.__name__: scene for scene in (equal, cut, layers, refused, copies, compiled, resumed, loaded, lose_a_rank)}
+ALL = (equal, cut, layers, refused, copies, compiled, resumed, loaded, lose_a_rank, zero3, zero3_resumed, zero3_lose_a_rank)
+SCENES = {scene.__name__: scene for scene in ALL}
 
 if __name__ == "__main__":
     joined = ProcessRanks.join(deadline_s=60, start_deadline_s=120)

@@ -68,6 +68,7 @@ def test_the_contract_lists_the_rooms_the_design_promises():
         "advantages",
         "plan",
         "storage",
+        "convert",
     ]
     assert {f"polyturn.{room}" for room in promised} <= set(light_rooms())
 

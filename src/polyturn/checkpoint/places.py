@@ -10,7 +10,8 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from polyturn.config.schema import CheckpointSection, filled
+from polyturn.config.checkpoint_section import CheckpointSection
+from polyturn.config.schema import filled
 from polyturn.errors import ConfigError, PolyturnError
 from polyturn.storage.retention import deleted_after
 from polyturn.storage.stores import Access, Encryption, LocalStore, open_store

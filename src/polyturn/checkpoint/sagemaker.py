@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from polyturn.checkpoint.files import STATE, quiet, read_tensors
 from polyturn.checkpoint.places import MEMORY, REMOTE
 from polyturn.checkpoint.tree import Tensors
-from polyturn.config.schema import CheckpointSection, filled
+from polyturn.config.checkpoint_section import CheckpointSection
+from polyturn.config.schema import filled
 from polyturn.errors import MissingDependencyError, StorageError
 from polyturn.storage.checksums import hasher
 from polyturn.storage.guard import GuardedStore

@@ -19,7 +19,7 @@ from polyturn.checkpoint.files import write_files
 from polyturn.checkpoint.lanes import Lane
 from polyturn.checkpoint.places import local_tiers, scratch_root, tiers_of
 from polyturn.checkpoint.sagemaker import TIERS, LibraryTiers
-from polyturn.config.schema import CheckpointSection
+from polyturn.config.checkpoint_section import CheckpointSection
 from polyturn.storage.manifest import Manifest, seal, step_name
 
 Event: TypeAlias = "dict[str, Any]"

@@ -17,6 +17,7 @@ from typing import NoReturn
 from polyturn import __version__
 from polyturn.cli import (
     checkpoint,
+    convert,
     data,
     env,
     evaluate,
@@ -32,7 +33,7 @@ from polyturn.cli import (
 )
 from polyturn.errors import MissingDependencyError, PolyturnError
 
-VERBS = (train, plan, launch, evaluate, export, rollout, replay, warmstart, checkpoint, memory_tier, env, data, role)
+VERBS = (train, plan, launch, evaluate, export, rollout, replay, warmstart, checkpoint, memory_tier, env, data, convert, role)
 _OPTIONAL = {"torch": "train", "transformers": "train", "safetensors": "train"}
 
 

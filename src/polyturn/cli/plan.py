@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from polyturn.cli.recipe_args import read_recipe
+from polyturn.cli.recipe_args import add_from, read_recipe
 
 if TYPE_CHECKING:
     from polyturn.plan.hardware import Hardware, Machine
@@ -39,6 +39,7 @@ def register(verbs: Any) -> None:
     parser.add_argument("--tasks", metavar="N", type=int, help="training tasks, where data.path does not say")
     parser.add_argument("--hardware", metavar="FILE", help="your own GPUs and machines; docs/planner.md has the form")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    add_from(parser)
     parser.set_defaults(run=run)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from polyturn.config.schema import CheckpointSection, Recipe
+from polyturn.config.checkpoint_section import CheckpointSection
+from polyturn.config.schema import Recipe
 
 _MIRROR = "memory-tier://"
 _DAEMON = re.compile(r"http://[^/\s]+")

@@ -144,6 +144,8 @@ def no_single_copy(recipe: Recipe) -> str | None:
             f"trainer.parallel={trainer.parallel} cuts every weight into shards of its own, which can't be views of a server's "
             "tensors, neither whole nor cut for tensor parallelism; use nccl"
         )
+    if trainer.tensor_ranks > 1:
+        return f"trainer.tensor_ranks={trainer.tensor_ranks} cuts the weights, and the server's are whole; use nccl"
     if trainer.num_ranks != engine.num_servers:
         return (
             f"every rank shares with a server of its own, and there are trainer.num_ranks={trainer.num_ranks} and "

@@ -10,32 +10,38 @@ from typing import Any, NoReturn, get_origin
 
 from pydantic import ValidationError
 
-from polyturn.config.schema import Recipe, Section
+from polyturn.config.schema import Recipe
+from polyturn.config.section import Section
 from polyturn.config.sentences import kind_words, required, schema_problems
+from polyturn.config.taken import Taken, shown
 from polyturn.config.yaml_lines import Document, KeyPath, dotted, parse_yaml
 from polyturn.errors import ConfigError, nearest
 
 _LONGEST_OVERRIDE = 80
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), taken: Sequence[Taken] = ()) -> Recipe:
     """The recipe in a YAML file, with `section.key=value` overrides applied in order.
+
+    `taken` are values of another tool's file: an override goes before them, and a recipe that says something else is refused.
 
     Raises ConfigError with a sentence for every mistake, one a line, each with its file and line or its override.
     """
     source = Path(path)
-    document = parse_yaml(_read(source))
+    document = parse_yaml(read_text(source))
     draft = _Draft(str(source), document)
     if document.broken or not draft.is_mapping():
         draft.raise_problems()
     for override in overrides:
         draft.override(override)
+    for value in taken:
+        draft.take(value)
     return draft.recipe()
 
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where a value was written. `order` sorts file lines before overrides."""
+    """Where a value was written. `order` sorts file lines before overrides, and those before values of other files."""
 
     label: str
     order: tuple[int, int]
@@ -50,6 +56,7 @@ class _Draft:
         self._origins = {path: self._line(line) for path, line in document.lines.items()}
         self._problems: list[tuple[_Origin, str]] = []
         self._num_overrides = 0
+        self._num_taken = 0
         for problem in document.problems:
             self._note(self._line(problem.line), problem.path, problem.sentence)
 
@@ -97,6 +104,32 @@ class _Draft:
             del self._origins[path]
         self._origins[parts] = origin
 
+    def take(self, taken: Taken) -> None:
+        """Put in a value of another tool's file, unless an override has decided. Notes what the recipe says otherwise."""
+        self._num_taken += 1
+        *outer, last = taken.key
+        holder: Any = self._data
+        for part in outer:
+            if holder.get(part) is None:
+                holder[part] = {}
+            holder = holder[part]
+            if not isinstance(holder, dict):
+                return  # the schema says so
+        written = holder.get(last)
+        if written is None:
+            holder[last] = taken.value
+            self._origins[taken.key] = _Origin(taken.place, (2, self._num_taken))
+        elif written != taken.value and not taken.implied:
+            origin = self._origin(taken.key)
+            if origin.order[0] != 1:
+                self._problems.append(
+                    (
+                        _Origin(taken.place, (2, self._num_taken)),
+                        f"{taken}, but {origin.label} says {shown(written)}; take one of the two out, or decide on the command "
+                        f"line, with {taken.assignment}",
+                    )
+                )
+
     def recipe(self) -> Recipe:
         """The checked recipe. Raises ConfigError with everything that was found."""
         found: Recipe | None = None
@@ -143,12 +176,15 @@ def _without_empty_sections(section: type[Section], data: Mapping[str, Any]) -> 
     return filled
 
 
-def _read(path: Path) -> str:
-    """The text of the recipe file. Raises ConfigError with what is wrong with the file."""
+def read_text(path: Path, patterns: Sequence[str] = ("*.yaml", "*.yml")) -> str:
+    """The text of a file that a user names; files beside it like `patterns` are what may be meant.
+
+    Raises ConfigError with what is wrong with the file.
+    """
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        near = sorted(found.name for pattern in ("*.yaml", "*.yml") for found in path.parent.glob(pattern))
+        near = sorted(found.name for pattern in patterns for found in path.parent.glob(pattern))
         hint = nearest(path.name, near) if near else "check the path"
         raise ConfigError(f"{path}: no such file; {hint}") from None
     except IsADirectoryError:

@@ -32,10 +32,12 @@ def parallel(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str
         raise ConfigError(
             f"trainer.parallel={chosen} with trainer.num_ranks=1: there is nobody to share with; use single, or more ranks"
         )
+    cut = chosen in ("fsdp2", "deepspeed")
     problems = [
-        *(_shard_refusals(recipe) if chosen == "fsdp2" else _whole_refusals(recipe, chosen)),
+        *(_shard_refusals(recipe, chosen) if cut else _whole_refusals(recipe, chosen)),
         *_context_refusals(recipe),
         *_tensor_refusals(recipe),
+        *(_deepspeed_refusals(recipe) if chosen == "deepspeed" else ()),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -89,9 +91,34 @@ def _whole_refusals(recipe: Recipe, chosen: str) -> Iterator[str]:
             yield f"trainer.{key}={str(value).lower()} with trainer.parallel={chosen}: there are no shards; use fsdp2"
 
 
-def _shard_refusals(recipe: Recipe) -> Iterator[str]:
+def _deepspeed_refusals(recipe: Recipe) -> Iterator[str]:
+    """What FSDP2 can do and DeepSpeed can't."""
+    trainer, shards = recipe.trainer, "trainer.parallel=deepspeed with"
+    for key in ("context_ranks", "tensor_ranks"):
+        if getattr(trainer, key) > 1:
+            yield f"{shards} trainer.{key}={getattr(trainer, key)}: its ranks have rows and layers of their own; use fsdp2"
+    for key, default in (("shard_ranks", None), ("sync_every_row", False)):
+        value = getattr(trainer, key)
+        if value != default:
+            why = "it cuts over all ranks" if key == "shard_ranks" else "it always does"
+            yield f"{shards} trainer.{key}={str(value).lower()}: {why}; remove it, or use trainer.parallel=fsdp2"
+    if trainer.activations == "selective":
+        yield (
+            f"{shards} trainer.activations=selective: gathering weights again is not among what it recomputes; use full, or "
+            "trainer.parallel=fsdp2"
+        )
+    if trainer.compile == "on":
+        yield f"{shards} trainer.compile=on: its hooks can't be compiled; use auto or off, or trainer.parallel=fsdp2"
+    if recipe.model.dtype == "bfloat16" and trainer.master_weights not in ("auto", "float32"):
+        yield (
+            f"{shards} trainer.master_weights={trainer.master_weights}: it keeps float32 copies of bfloat16 weights; use "
+            "float32, or trainer.parallel=fsdp2"
+        )
+
+
+def _shard_refusals(recipe: Recipe, chosen: str) -> Iterator[str]:
     trainer, sync = recipe.trainer, recipe.weight_sync
-    shards = "trainer.parallel=fsdp2 with"
+    shards = f"trainer.parallel={chosen} with"
     if recipe.engine.kind in ("hf", "vllm"):
         yield (
             f"{shards} engine.kind={recipe.engine.kind}: such an engine has a whole copy of the policy in the driver's "
@@ -112,7 +139,7 @@ def _shard_refusals(recipe: Recipe) -> Iterator[str]:
     if recipe.model.quantize is not None:
         yield f"{shards} model.quantize={recipe.model.quantize}: packed weights can't be cut; use trainer.parallel=ddp"
     size = trainer.shard_ranks
-    if size is not None and trainer.num_ranks % size:
+    if chosen == "fsdp2" and size is not None and trainer.num_ranks % size:
         yield (
             f"trainer.shard_ranks={size} does not divide trainer.num_ranks={trainer.num_ranks}: every copy of the weights is "
             f"cut over as many ranks; use {_divisors(trainer.num_ranks)}"

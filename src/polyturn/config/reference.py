@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyturn.config.schema import Section
+from polyturn.config.section import Section
 from polyturn.config.sentences import expected_words, section_of, sections
 
 _HEAD = """\

@@ -5,23 +5,13 @@ Field docstrings are the reference documentation of the recipe.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-Value = TypeVar("Value")
-
-
-def filled(value: Value | None) -> Value:
-    """A setting that is never None in a resolved recipe."""
-    assert value is not None, "the recipe was not resolved"
-    return value
-
-
-class Section(BaseModel):
-    """A frozen section of the recipe that refuses unknown keys and silent type conversions."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+from polyturn.config.checkpoint_section import CheckpointSection
+from polyturn.config.section import Section
+from polyturn.config.section import filled as filled
 
 
 class RunSection(Section):
@@ -346,8 +336,9 @@ class TrainerSection(Section):
     """Compute the common beginning of a group's samples once a row; `auto`: on a CPU, where it pays by an estimate."""
     num_ranks: int = Field(default=1, gt=0)
     """Processes that train one policy together, each on its share of the rows."""
-    parallel: Literal["auto", "single", "ddp", "fsdp2"] = "auto"
-    """What the ranks hold: whole copies of the weights (`ddp`), or shards of weights, gradients and optimizer state (`fsdp2`).
+    parallel: Literal["auto", "single", "ddp", "fsdp2", "deepspeed"] = "auto"
+    """What the ranks hold: whole copies of the weights (`ddp`), or shards of weights, gradients and optimizer state (`fsdp2`:
+    PyTorch's, `deepspeed`: ZeRO-3 of DeepSpeed, a package of its own).
     `auto`: `single` for one rank, `fsdp2` where whole copies don't fit the GPUs by the plan and shards do, else `ddp`."""
     shard_ranks: int | None = Field(default=None, gt=1)
     """With `fsdp2`: ranks that one copy of the weights is cut over; null: all. Fewer, as those of a node: several copies."""
@@ -392,59 +383,6 @@ class WeightSyncSection(Section):
     """A push that takes longer ends the run."""
     max_mismatch: float | None = Field(default=0.3, gt=0)
     """Mean difference of engine and trainer log-probabilities of fresh samples that ends the run; null for no limit."""
-
-
-class CheckpointEvery(Section):
-    """Every how many steps a checkpoint goes to each tier; null: never."""
-
-    memory: int | None = Field(default=None, gt=0)
-    """Shared memory of this machine: survives a crash of the process, and costs as much memory as it keeps."""
-    disk: int | None = Field(default=25, gt=0)
-    """The run folder."""
-    s3: int | None = Field(default=None, gt=0)
-    """`checkpoint.url`; as `disk` when a URL is given and this is not."""
-
-
-class CheckpointKeep(Section):
-    """How many of the newest checkpoints stay in each tier."""
-
-    memory: int = Field(default=1, gt=0)
-    """In memory, and in each of `checkpoint.mirrors`."""
-    disk: int = Field(default=3, gt=0)
-    """In the run folder."""
-    s3: int = Field(default=3, gt=0)
-    """At `checkpoint.url`."""
-    milestones: int = Field(default=0, ge=0)
-    """Checkpoints of every N-th step stay for good, on disk and at the URL; 0: none."""
-
-
-class CheckpointSection(Section):
-    """When the state of a run is saved, and where. See docs/checkpoints.md."""
-
-    backend: Literal["polyturn", "sagemaker_tiered"] = "polyturn"
-    """`sagemaker_tiered`: Amazon's library for HyperPod writes memory and S3, and our manifest says what is whole there."""
-    memory_daemon: str | None = None
-    """With `sagemaker_tiered`: `http://HOST:PORT` of the memory daemon; null: where HyperPod serves its own."""
-    every: CheckpointEvery = Field(default_factory=CheckpointEvery)
-    """Every how many steps, by tier. A run that ends or is stopped is saved on every tier that is not null."""
-    keep: CheckpointKeep = Field(default_factory=CheckpointKeep)
-    """How many are kept, by tier."""
-    mirrors: tuple[str, ...] = Field(default=(), strict=False)
-    """Daemons of `polyturn memory-tier serve` on other machines (`memory-tier://HOST:9300`); each gets what goes to memory."""
-    url: str | None = None
-    """An object store or any other place of fsspec's, such as `s3://bucket/prefix`."""
-    endpoint_url: str | None = None
-    """Of an S3 server that is not AWS's."""
-    sse: Literal["AES256", "aws:kms"] | None = None
-    """How S3 encrypts what is written there."""
-    kms_key_id: str | None = None
-    """Key of `aws:kms`; the account's own when null."""
-    contents: Literal["all", "model"] = "all"
-    """`model`: the weights alone, a third of the size or less; a run can't go on from that, a new one can start from it."""
-    export_every: int | None = Field(default=None, gt=0)
-    """Every N steps the model is written to `exports/step_N` of the run folder, as transformers loads it."""
-    deadline_s: float = Field(default=600.0, gt=0)
-    """At the end of a run, or when it is stopped: time for its last checkpoint to get everywhere."""
 
 
 class EvaluationSection(Section):

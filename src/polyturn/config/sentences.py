@@ -13,11 +13,20 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from polyturn.config.schema import Recipe, Section
+from polyturn.config.schema import Recipe
+from polyturn.config.section import Section
 from polyturn.config.yaml_lines import KeyPath, dotted
 from polyturn.errors import nearest
 
 _LONGEST_VALUE = 60
+_WORDS_OF_OTHERS = dict.fromkeys(
+    ("find_unused_parameters", "ddp_find_unused_parameters"),
+    "there is no such switch: a parameter without a gradient counts as zeros and is never waited for; remove it",
+) | dict.fromkeys(
+    ("use_reentrant", "gradient_checkpointing", "gradient_checkpointing_kwargs"),
+    "trainer.activations=selective or full computes activations again, always without re-entering autograd; set that",
+)
+"""Keys of other trainers that have no counterpart, and why."""
 _BOOL_WORDS = {"yes": "true", "on": "true", "true": "true", "no": "false", "off": "false", "false": "false"}
 
 
@@ -153,6 +162,8 @@ def _fix(annotation: Any, field: FieldInfo | None, value: object) -> str:
 def _unknown(path: KeyPath) -> str:
     """For a key that the schema does not have: the section it belongs in, or the nearest key."""
     name = str(path[-1])
+    if name in _WORDS_OF_OTHERS:
+        return f"unknown key, {_WORDS_OF_OTHERS[name]}"
     here, _ = _field_at(path[:-1])
     own = list((section_of(here) or Recipe).model_fields)
     homes = [dotted(home) for home, section in sections() if name in section.model_fields and home != path[:-1]]

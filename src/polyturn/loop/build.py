@@ -98,7 +98,7 @@ async def load_policy(
         ModelError: not loadable, not made for its tokenizer, or its context is shorter than `rollout.max_trajectory_tokens`.
     """
     device = choose_device(recipe.trainer.device)
-    sharded = recipe.trainer.parallel == "fsdp2"
+    sharded = recipe.trainer.parallel in ("fsdp2", "deepspeed")
     if recipe.trainer.threads is not None:
         torch.set_num_threads(recipe.trainer.threads)
     path = path or recipe.model.path
@@ -205,6 +205,7 @@ def build_trainer(
     """The trainer of a resolved recipe, or one rank of it. `exact` is the policy's."""
     trainer, master_weights, device = recipe.trainer, recipe.trainer.master_weights, choose_device(recipe.trainer.device)
     assert master_weights != "auto", "the recipe was not resolved"
+    may_compile = trainer.parallel != "deepspeed"
     settings = TrainerSettings(
         learning_rate=filled(trainer.learning_rate),
         loss=recipe.algorithm.loss_options,
@@ -221,9 +222,9 @@ def build_trainer(
         max_grad_norm=trainer.max_grad_norm,
         num_iterations=trainer.num_iterations,
         activations=trainer.activations,
-        compiled=trainer.compile == "on" or (trainer.compile == "auto" and device.type == "cuda"),
+        compiled=trainer.compile == "on" or (trainer.compile == "auto" and device.type == "cuda" and may_compile),
         float32_head=trainer.float32_head,
-        parallel="fsdp2" if trainer.parallel == "fsdp2" else "replicated",
+        parallel=trainer.parallel if trainer.parallel in ("fsdp2", "deepspeed") else "replicated",
         shard_ranks=trainer.shard_ranks,
         context_ranks=trainer.context_ranks,
         tensor_ranks=trainer.tensor_ranks,

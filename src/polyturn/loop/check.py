@@ -115,6 +115,7 @@ def check_packages(recipe: Recipe) -> None:
         f"model.quantize={recipe.model.quantize}": ("bitsandbytes", "quantization", recipe.model.quantize is not None),
         "trainer.optimizer=adamw_8bit": ("bitsandbytes", "quantization", recipe.trainer.optimizer == "adamw_8bit"),
         "checkpoint.backend=sagemaker_tiered": (_TIERED, "sagemaker-checkpoints", by_library),
+        "trainer.parallel=deepspeed": ("deepspeed", "deepspeed", recipe.trainer.parallel == "deepspeed"),
     }
     for key, (packages, extra, needed) in needs.items():
         missing = [package for package in packages.split() if needed and not has_package(package)]

@@ -100,6 +100,8 @@ class TrainerLoad:
     """Ranks that each layer is cut over, beside `shards`."""
     sync_every_row: bool = False
     """Of shards: no whole gradients are held between rows."""
+    copies_beside: bool = False
+    """Of shards: float32 copies lie beside the weights, whatever those are, as DeepSpeed keeps them."""
 
 
 def trainer_terms(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, ...]:
@@ -243,9 +245,9 @@ def _tensors(facts: ModelFacts, load: TrainerLoad) -> Iterator[tuple[Placed, int
         return numel if ranks == 1 else math.ceil(rows / ranks) * (numel // rows)
 
     # Shards with masters are float32 themselves, and have no weights of another type beside them.
-    masters_alone = _is_sharded(load) and load.master_weights == "float32"
+    masters_alone = _is_sharded(load) and load.master_weights == "float32" and not load.copies_beside
     dtype = "float32" if masters_alone else load.dtype
-    master_weights: MasterWeights = "none" if masters_alone else load.master_weights
+    master_weights: MasterWeights = "none" if masters_alone else "float32" if load.copies_beside else load.master_weights
 
     def trained(numel: int) -> Placed:
         return trained_tensor(numel, dtype=dtype, optimizer=load.optimizer, master_weights=master_weights, offload=load.offload)

@@ -248,6 +248,14 @@ def _shared(term: Term) -> Term:
     return replace(term, bytes=0, formula="views of the engine's weights, which are there once")
 
 
+def _shards(recipe: Recipe) -> int:
+    """Ranks that one copy of the weights is cut over, beside those that compute a layer together."""
+    trainer = recipe.trainer
+    if trainer.parallel not in ("fsdp2", "deepspeed"):
+        return 1
+    return trainer.shard_ranks or trainer.num_ranks // trainer.tensor_ranks
+
+
 def trainer_load(recipe: Recipe) -> TrainerLoad:
     """How a rank of a resolved recipe trains, at most."""
     rollout, trainer, model = recipe.rollout, recipe.trainer, recipe.model
@@ -273,10 +281,11 @@ def trainer_load(recipe: Recipe) -> TrainerLoad:
         lora_targets=None if model.lora is None else model.lora.targets,
         quantize=model.quantize,
         reference=trainer.reference_device if has_reference else "none",
-        shards=(trainer.shard_ranks or trainer.num_ranks // trainer.tensor_ranks) if trainer.parallel == "fsdp2" else 1,
+        shards=_shards(recipe),
         context_ranks=trainer.context_ranks,
         tensor_ranks=trainer.tensor_ranks,
-        sync_every_row=trainer.sync_every_row,
+        sync_every_row=trainer.sync_every_row or trainer.parallel == "deepspeed",
+        copies_beside=trainer.parallel == "deepspeed",
     )
 
 

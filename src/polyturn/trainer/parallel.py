@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from polyturn.errors import ConfigError
+from polyturn.models.adapters import pushed_weights
 from polyturn.trainer.context import Context
 from polyturn.trainer.optimizer import PolicyOptimizer, build_optimizer, clip, clip_by
 from polyturn.trainer.ranks import ProcessRanks, Ranks
@@ -42,8 +43,20 @@ class Layout(Protocol):
     def sum_and_clip(self, gradients: list[Tensor], longest: float, what: str) -> Tensor:
         """Make `gradients` those of all ranks' rows, clipped to a norm of `longest`. Returns the norm they had, float32."""
 
+    def weights(self) -> dict[str, Tensor]:
+        """What training changes, by name, with whole shapes; where they are shards, with this rank's numbers or none."""
+
     def whole(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Whole tensors by name; a collective of all ranks where they are shards. Raises RankError."""
+
+    def overwrite(self, weights: Mapping[str, Tensor]) -> None:
+        """Take these values for those of `weights`. Called on every rank."""
+
+    def to_fill(self, optimizer: PolicyOptimizer, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What `state` gives, with a place for all that `optimizer` will keep, for saved tensors to be read to."""
+
+    def cut_reference(self, model: torch.nn.Module) -> None:
+        """Do to the KL reference what was done to the policy."""
 
 
 class Replicated:
@@ -69,12 +82,27 @@ class Replicated:
 
     def meeting(self, what: str) -> AbstractContextManager[None]:
         """See `Layout.meeting`: nobody is needed, but by ranks that share rows."""
-        return _named(what, self._ranks) if self._settings.context_ranks > 1 else nullcontext()
+        return met(self._ranks, what) if self._settings.context_ranks > 1 else nullcontext()
 
     def sum_and_clip(self, gradients: list[Tensor], longest: float, what: str) -> Tensor:
         """See `Layout.sum_and_clip`."""
         self._ranks.sum_in_place(gradients, what)
         return clip(gradients, longest)
+
+    def weights(self) -> dict[str, Tensor]:
+        """See `Layout.weights`."""
+        return pushed_weights(self._model)
+
+    def overwrite(self, weights: Mapping[str, Tensor]) -> None:
+        """See `Layout.overwrite`."""
+        overwrite(self.weights(), weights)
+
+    def to_fill(self, optimizer: PolicyOptimizer, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """See `Layout.to_fill`: the live tensors."""
+        return _filled_in_place(optimizer, state)
+
+    def cut_reference(self, model: torch.nn.Module) -> None:
+        """See `Layout.cut_reference`: nothing."""
 
     def whole(self, names: Sequence[str]) -> dict[str, Tensor]:
         """See `Layout.whole`: they are."""
@@ -135,8 +163,20 @@ class Sharded:
         assert tensor is not None
         shard(model, self.mesh, cut=lambda layer, name: plan.cut(layer, name, tensor), **options)
 
+    def weights(self) -> dict[str, Tensor]:
+        """See `Layout.weights`."""
+        return pushed_weights(self._model)
+
+    def overwrite(self, weights: Mapping[str, Tensor]) -> None:
+        """See `Layout.overwrite`: of tensors that are cut like its own."""
+        overwrite(self.weights(), weights)
+
+    def to_fill(self, optimizer: PolicyOptimizer, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """See `Layout.to_fill`: the live shards."""
+        return _filled_in_place(optimizer, state)
+
     def cut_reference(self, model: torch.nn.Module) -> None:
-        """Cut the KL reference like the policy."""
+        """See `Layout.cut_reference`."""
         if self._tensor is None:
             shard(model, self.mesh)
         else:
@@ -176,7 +216,7 @@ class Sharded:
 
     def meeting(self, what: str) -> AbstractContextManager[None]:
         """See `Layout.meeting`."""
-        return _named(what, self._ranks)
+        return met(self._ranks, what)
 
 
 def context_of(settings: TrainerSettings, ranks: Ranks) -> Context | None:
@@ -191,16 +231,24 @@ def context_of(settings: TrainerSettings, ranks: Ranks) -> Context | None:
     return ranks.context(size)
 
 
-def lay_out(
-    model: torch.nn.Module, settings: TrainerSettings, ranks: Ranks, exact: Mapping[str, Tensor] | None
-) -> Replicated | Sharded:
-    """Give each rank its part of `model`, which is whole on all of them. Raises ConfigError, ModelError."""
-    return (Sharded if settings.parallel == "fsdp2" else Replicated)(model, settings, ranks, exact)
+def _filled_in_place(optimizer: PolicyOptimizer, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """`state()`, after a step that changes nothing: an optimizer makes what it keeps only when it first steps."""
+    optimizer.gradients()  # zeros
+    optimizer.step(0.0)
+    optimizer.zero_grad()
+    return state()
+
+
+@torch.no_grad()
+def overwrite(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Copy `weights` to where `own` are, by name."""
+    for name, tensor in weights.items():
+        own[name].copy_(tensor)
 
 
 @contextmanager
-def _named(what: str, ranks: Ranks) -> Iterator[None]:
-    """Turn what torch raises within a forward or backward pass, when a rank is gone or late, into a RankError."""
+def met(ranks: Ranks, what: str) -> Iterator[None]:
+    """Around computing that is a collective inside. Raises RankError for what torch raises where another rank is missing."""
     assert isinstance(ranks, ProcessRanks), "who meets others has processes"
     try:
         yield
@@ -208,6 +256,15 @@ def _named(what: str, ranks: Ranks) -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError) or not _LOST.search(str(error)):
             raise
         raise ranks.lost(what, error) from error
+
+
+def lay_out(model: torch.nn.Module, settings: TrainerSettings, ranks: Ranks, exact: Mapping[str, Tensor] | None) -> Layout:
+    """Give each rank its part of `model`, which is whole on all of them. Raises what the strategies raise."""
+    if settings.parallel == "deepspeed":
+        from polyturn.trainer.zero3 import Zero3
+
+        return Zero3(model, settings, ranks, exact)
+    return (Sharded if settings.parallel == "fsdp2" else Replicated)(model, settings, ranks, exact)
 
 
 class ShardedWeights:

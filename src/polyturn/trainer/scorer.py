@@ -18,7 +18,7 @@ from polyturn.errors import ModelError
 from polyturn.trainer.attention import VARLEN, block_mask
 from polyturn.trainer.head import HeadShape, head_logprobs
 from polyturn.trainer.row import RowTensors
-from polyturn.trainer.sharding import as_forward
+from polyturn.trainer.sharding import as_forward, rows_of
 
 _log = logging.getLogger(__name__)
 _PROBE_TOKENS = 6
@@ -124,7 +124,7 @@ def find_head(model: Any) -> Head | None:
     found = _named_head(model)
     if found is None:
         return None
-    device, vocabulary = found.output.weight.device, found.output.weight.shape[0]
+    device, vocabulary = found.output.weight.device, rows_of(found.output.weight)
     ids_1T = (torch.arange(_PROBE_TOKENS, device=device) * 7919 % vocabulary)[None]
     own_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float()
     targets_T, ones_T = own_TV.argmax(-1), torch.ones(_PROBE_TOKENS, device=device)
@@ -150,7 +150,7 @@ def refuse_mixed_samples(scorer: Scorer) -> None:
     state over. Training on such rows would go wrong without a sign.
     """
     model = scorer.model
-    device, vocab = next(model.parameters()).device, model.get_input_embeddings().weight.shape[0]
+    device, vocab = next(model.parameters()).device, rows_of(model.get_input_embeddings().weight)
     ids_T = torch.arange(2 * _PROBE_TOKENS, device=device) % vocab
 
     def after_its_first_token(changed: int | None) -> Tensor:

@@ -31,8 +31,8 @@ class TrainerSettings:
     compiled: bool = False
     float32_head: bool = False
     share_prefixes: Literal["auto", "on", "off"] = "off"
-    parallel: Literal["replicated", "fsdp2"] = "replicated"
-    """Whether every rank holds whole weights, or a shard of each."""
+    parallel: Literal["replicated", "fsdp2", "deepspeed"] = "replicated"
+    """Whether every rank holds whole weights, or a shard of each, PyTorch's or DeepSpeed's."""
     shard_ranks: int | None = None
     """Ranks that one sharded copy of the weights is cut over; None: all of them."""
     context_ranks: int = 1

@@ -68,12 +68,23 @@ def as_forward(model: torch.nn.Module, work: Callable[[], Result]) -> Result:
 
     What it returns must hold the tensors that gradients come back to.
     """
-    if not isinstance(model, FSDPModule):
+    run: Callable[[Callable[[], Result]], Result] | None = getattr(model, _FORWARD, None)
+    if run is None:
         return work()
-    result: Result = getattr(model, _FORWARD)(work)
-    if not torch.is_grad_enabled():
+    result = run(work)
+    if isinstance(model, FSDPModule) and not torch.is_grad_enabled():
         model.reshard()  # no backward pass does it, and whole weights must not outlive an optimizer step
     return result
+
+
+def run_by(model: torch.nn.Module, run: Callable[[Callable[[], Any]], Any]) -> None:
+    """Have `as_forward` hand what uses `model` to `run`."""
+    object.__setattr__(model, _FORWARD, run)  # a module that runs another must not become a part of it
+
+
+def rows_of(weight: Any) -> int:
+    """Rows of a whole weight; DeepSpeed's are empty between two passes, and remember their shape."""
+    return int(getattr(weight, "ds_shape", weight.shape)[0])
 
 
 def gather(model: torch.nn.Module, names: Sequence[str]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from polyturn.trainer.layers import decoder_layers
 from polyturn.trainer.reference import without_gradient
 from polyturn.trainer.row import to_tensors
 from polyturn.trainer.scorer import Scorer
+from polyturn.trainer.sharding import rows_of
 from polyturn.trajectories.pack import pack
 from polyturn.trajectories.prefixes import SHORTEST
 from polyturn.trajectories.sharing import Sharing
@@ -66,7 +67,7 @@ def _costs(model: Any, *, dense: bool, always: bool) -> Sharing:
 def _gap(score: Scorer) -> float:
     """The largest difference that sharing makes to the log-probabilities of three samples with one beginning."""
     device = next(score.model.parameters()).device
-    vocabulary = score.model.get_input_embeddings().weight.shape[0]
+    vocabulary = rows_of(score.model.get_input_embeddings().weight)
     common = np.arange(SHORTEST, dtype=np.int64) * 7919 % vocabulary
     samples = [_sample(np.concatenate([common, (number + np.arange(3, 7 + number)) % vocabulary])) for number in range(3)]
     found = []

@@ -22,13 +22,12 @@ from polyturn.losses.base import LossInputs, required
 from polyturn.losses.policy import policy_loss
 from polyturn.losses.ratio import segment_log_ratio
 from polyturn.losses.sampler import sampler_weights
-from polyturn.models.adapters import pushed_weights
 from polyturn.trainer.beside_engines import BesideEngines
 from polyturn.trainer.context import own_part
 from polyturn.trainer.context_attention import CutProbe, attend_across
 from polyturn.trainer.layers import prepare_layers
 from polyturn.trainer.optimizer import learning_rate_at
-from polyturn.trainer.parallel import OnDemand, Sharded, ShardedWeights, context_of, lay_out
+from polyturn.trainer.parallel import OnDemand, ShardedWeights, context_of, lay_out
 from polyturn.trainer.random_state import RandomState, random_state
 from polyturn.trainer.ranks import Alone, Ranks
 from polyturn.trainer.record import Record
@@ -87,7 +86,7 @@ class Trainer:
         self._refuse_different("weights", sum(checksum(tensor) for tensor in model.state_dict().values()) if ranks else 0)
         self._computes_in = next(model.parameters()).dtype
         self._layout = lay_out(model, settings, self._ranks, exact)
-        if isinstance(self._layout, Sharded) and reference not in (None, model):
+        if reference is not None and reference is not model:
             self._layout.cut_reference(reference)
         self._score = Scorer(self.model, float32_head=settings.float32_head)
         refuse_mixed_samples(self._score)
@@ -114,7 +113,7 @@ class Trainer:
 
         Of a sharded policy they have whole shapes and this rank's numbers; see `gather`.
         """
-        return pushed_weights(self.model)
+        return self._layout.weights()
 
     def source(self) -> WeightSource:
         """The weights as a bridge wants them. On rank 0."""
@@ -198,7 +197,7 @@ class Trainer:
         `contents` "model" leaves the optimizer and its steps out, but for float32 copies of the weights.
         """
         state: dict[str, Any] = {
-            "model": pushed_weights(self.model),
+            "model": self._layout.weights(),
             "optimizer": self.optimizer.state_dict(),
             "trained": [name for name, parameter in self.model.named_parameters() if parameter.requires_grad],
             "optimizer_step": self.optimizer_step,
@@ -212,25 +211,20 @@ class Trainer:
 
     def state_to_fill(self) -> dict[str, Any]:
         """`state` with a place for everything that an optimizer keeps, which it makes only when it first steps."""
-        self.optimizer.gradients()  # zeros
-        self.optimizer.step(0.0)
-        self.optimizer.zero_grad()
-        return self.state()
+        return self._layout.to_fill(self.optimizer, self.state)
 
     @torch.no_grad()
     def go_on_from(self, state: Mapping[str, Any], *, counters: bool = True) -> None:
-        """Take over a `state`, whose tensors may be this trainer's own, filled in place. Called on every rank.
+        """Take over a `state`, whose tensors may be those of `state_to_fill`. Called on every rank.
 
         Without `counters` the versions and the schedule start anew. Raises TrainingError when ranks have read different ones.
         """
-        own = pushed_weights(self.model)
-        for name, tensor in state["model"].items():
-            own[name].copy_(tensor)
+        self._layout.overwrite(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if counters:
             self.optimizer_step, self.version = state["optimizer_step"], state["version"]
         if self._ranks.size > 1 and not self._layout.lockstep:  # of shards, every rank has others
-            self._refuse_different("weights of the checkpoint", sum(map(checksum, own.values())))
+            self._refuse_different("weights of the checkpoint", sum(map(checksum, self.weights().values())))
 
     def save(self, copy: Callable[[dict[str, Any], list[RandomState]], Result], contents: Contents = "all") -> Result:
         """On rank 0: call `copy` with `state`, and where each rank's random numbers stand; returns what it returns.

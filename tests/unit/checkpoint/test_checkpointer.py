@@ -18,7 +18,7 @@ from polyturn.checkpoint.checkpointer import Checkpointer
 from polyturn.checkpoint.files import read_rest, read_state
 from polyturn.checkpoint.places import tiers_of
 from polyturn.checkpoint.writing import Settings
-from polyturn.config.schema import CheckpointEvery, CheckpointSection
+from polyturn.config.checkpoint_section import CheckpointEvery, CheckpointSection
 
 SECTION = CheckpointSection(every=CheckpointEvery(disk=1))
 

@@ -8,7 +8,7 @@ from parts.checkpoints import RUN, make
 from parts.memory_tier import memory_tier
 from polyturn.checkpoint import places
 from polyturn.checkpoint.places import free_memory_tiers, memory_root, scratch_root, tiers_of
-from polyturn.config.schema import CheckpointEvery, CheckpointKeep, CheckpointSection
+from polyturn.config.checkpoint_section import CheckpointEvery, CheckpointKeep, CheckpointSection
 from polyturn.errors import ConfigError
 
 

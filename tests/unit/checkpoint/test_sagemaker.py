@@ -24,7 +24,7 @@ from polyturn.checkpoint.files import quiet, read_rest, read_state
 from polyturn.checkpoint.places import tiers_of
 from polyturn.checkpoint.sagemaker import import_library
 from polyturn.checkpoint.writing import Settings
-from polyturn.config.schema import CheckpointEvery, CheckpointKeep, CheckpointSection
+from polyturn.config.checkpoint_section import CheckpointEvery, CheckpointKeep, CheckpointSection
 from polyturn.errors import MissingDependencyError
 from polyturn.loop.resume import checkpoint_or_nothing
 from polyturn.storage.manifest import verify

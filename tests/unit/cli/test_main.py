@@ -39,12 +39,23 @@ print(json.dumps([shown, sorted(sys.modules)]))
 """
 
 HELPS = {
-    "--help": ["train", "plan", "launch", "eval", "export", "rollout", "replay", "warmstart", "env", "data", "role"],
-    "train --help": ["RECIPE.yaml", "section.key=value", "--dry-run", "--resume", "--load"],
+    "--help": ["train", "plan", "launch", "eval", "export", "rollout", "replay", "warmstart", "env", "data", "convert", "role"],
+    "train --help": ["RECIPE.yaml", "section.key=value", "--dry-run", "--resume", "--load", "--from"],
+    "convert --help": ["FILE", "--recipe"],
     "export --help": ["RUN", "--step", "--out"],
     "checkpoint --help": ["list", "verify", "prune", "copy"],
     "memory-tier --help": ["serve"],
-    "plan --help": ["RECIPE.yaml", "section.key=value", "--instance", "--gpu", "--gpus", "--tasks", "--hardware", "--json"],
+    "plan --help": [
+        "RECIPE.yaml",
+        "section.key=value",
+        "--instance",
+        "--gpu",
+        "--gpus",
+        "--tasks",
+        "--hardware",
+        "--json",
+        "--from",
+    ],
     "launch --help": ["local"],
     "launch local --help": ["RECIPE.yaml", "section.key=value", "--dry-run", "--resume", "--load"],
     "role --help": ["NAME", "--config"],

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from polyturn.config.checkpoint_section import CheckpointEvery, CheckpointSection
 from polyturn.config.checkpoints import checkpoint_refusals
-from polyturn.config.schema import CheckpointEvery, CheckpointSection, EnvironmentSection, ModelSection, Recipe, RunSection
+from polyturn.config.schema import EnvironmentSection, ModelSection, Recipe, RunSection
 
 PEER = "memory-tier://peer:9300"
 MEMORY = CheckpointEvery(memory=1)

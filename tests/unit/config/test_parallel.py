@@ -19,6 +19,7 @@ SERVED = with_values(RECIPE, "engine", kind="hf_server")
         ({"num_ranks": 4}, "ddp"),
         ({"num_ranks": 4, "parallel": "fsdp2"}, "fsdp2"),
         ({"num_ranks": 2, "tensor_ranks": 2}, "fsdp2"),
+        ({"num_ranks": 3, "parallel": "deepspeed"}, "deepspeed"),
     ],
 )
 def test_it_follows_from_the_number_of_ranks(given, found):
@@ -34,6 +35,8 @@ def test_rows_are_cut_over_ranks_with_whole_weights_and_with_shards():
 
 
 SHARDS = {"num_ranks": 4, "parallel": "fsdp2"}
+ZERO3 = {"num_ranks": 4, "parallel": "deepspeed"}
+HALF = with_values(SERVED, "model", dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,22 @@ SHARDS = {"num_ranks": 4, "parallel": "fsdp2"}
         (with_values(SERVED, "trainer", **SHARDS, offload_optimizer=True), "use one of the two"),
         (with_values(SERVED, "trainer", **SHARDS, reference_device="cpu"), "the reference is cut too"),
         (with_values(SERVED, "trainer", **SHARDS, shard_ranks=3), "does not divide trainer.num_ranks=4.*use 2 or 4"),
+        (with_values(RECIPE, "trainer", **ZERO3), "parallel=deepspeed with engine.kind=hf: such an engine has a whole copy"),
+        (with_values(SERVED, "trainer", **ZERO3, offload_optimizer=True), "use one of the two"),
+        (with_values(SERVED, "trainer", **ZERO3, shard_ranks=2), "shard_ranks=2: it cuts over all ranks"),
+        (
+            with_values(SERVED, "trainer", **ZERO3, context_ranks=2),
+            "context_ranks=2: its ranks have rows and layers of their own",
+        ),
+        (
+            with_values(SERVED, "trainer", **ZERO3, tensor_ranks=2),
+            "tensor_ranks=2: its ranks have rows and layers of their own",
+        ),
+        (with_values(SERVED, "trainer", **ZERO3, sync_every_row=True), "sync_every_row=true: it always does"),
+        (with_values(SERVED, "trainer", **ZERO3, activations="selective"), "activations=selective: gathering"),
+        (with_values(SERVED, "trainer", **ZERO3, compile="on"), "compile=on: its hooks"),
+        (with_values(HALF, "trainer", **ZERO3, master_weights="stochastic"), "it keeps float32 copies"),
+        (with_values(SERVED, "trainer", parallel="deepspeed"), "there is nobody to share with"),
         (with_values(SERVED, "trainer", num_ranks=4, shard_ranks=2), "shard_ranks=2 with trainer.parallel=ddp"),
         (
             with_values(SERVED, "trainer", context_ranks=2),

@@ -119,6 +119,17 @@ def test_ranks_that_share_rows_divide_what_is_computed():
         assert "keys and values of other ranks" not in one
 
 
+@pytest.mark.parametrize(
+    ("given", "each"), [({"dtype": "bfloat16", "master_weights": "float32"}, 14), ({"dtype": "float32"}, 16)]
+)
+def test_deepspeed_keeps_float32_copies_beside_the_weights(given, each):
+    facts = model_facts("Qwen/Qwen2.5-7B")
+    load = TrainerLoad(row_tokens=64, trained_tokens=32, rows=2, shards=4, copies_beside=True, **given)
+    found = held_bytes(facts, load).device
+    assert found.total - found.gradients == pytest.approx(each * facts.parameters / 4, rel=1e-3)
+    assert found.gradients == pytest.approx(4 * facts.parameters / 4, rel=1e-3)
+
+
 def recipe_of(model: str, **trainer) -> Recipe:
     recipe = Recipe(
         run=RunSection(steps=5), model=ModelSection(path=model, dtype="bfloat16"), environment=EnvironmentSection(id="lookup")
