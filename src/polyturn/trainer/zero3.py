@@ -11,7 +11,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -74,6 +74,8 @@ class Zero3:
     ) -> None:
         assert isinstance(ranks, ProcessRanks), "shards need processes"
         self._deepspeed = load_deepspeed(settings.device)
+        self.utils: Any = self._deepspeed.utils
+        """DeepSpeed's own way to a parameter's parts."""
         refuse_apart_experts(model)
         device = torch.device(settings.device)
         if device.type == "cuda":
@@ -83,14 +85,9 @@ class Zero3:
         self._model, self._settings, self._ranks = model, settings, ranks
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._computes_in = next(model.parameters()).dtype
-        config = _config(self._computes_in)
         self._deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False, verbose=False)
-        rule = build_rule([(parameter, parameter.ndim) for parameter in self._trained.values()], settings)
-        self._deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=self._computes_in)
-        self.engine = self._deepspeed.initialize(model=_Policy(model), optimizer=rule, config=config, dist_init_required=False)[
-            0
-        ]
-        run_by(model, self.engine)
+        # Cut parameters have no dimensions that a rule could tell matrices by.
+        self.engine = self._cut(model, build_rule([(one, one.ndim) for one in self._trained.values()], settings))
         self._optimizer = Zero3Optimizer(self, self._trained, masters=self._computes_in != torch.float32)
         for name, value in (exact or {}).items():
             if name in self._trained:
@@ -98,10 +95,7 @@ class Zero3:
 
     def cut_reference(self, model: torch.nn.Module) -> None:
         """See `Layout.cut_reference`."""
-        config = _config(self._computes_in)
-        model.requires_grad_(False)
-        self._deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=self._computes_in)
-        run_by(model, self._deepspeed.initialize(model=_Policy(model), config=config, dist_init_required=False)[0])
+        self._cut(model.requires_grad_(False), None)
 
     def optimizer(self) -> Zero3Optimizer:
         """See `Layout.optimizer`."""
@@ -113,11 +107,9 @@ class Zero3:
         with self.meeting("a forward and backward pass"):
             yield
 
-    @contextmanager
-    def meeting(self, what: str) -> Iterator[None]:
+    def meeting(self, what: str) -> AbstractContextManager[None]:
         """See `Layout.meeting`."""
-        with met(self._ranks, what):
-            yield
+        return met(self._ranks, what)
 
     def sum_and_clip(self, gradients: list[Tensor], longest: float, what: str) -> Tensor:
         """See `Layout.sum_and_clip`: DeepSpeed has averaged them."""
@@ -173,11 +165,19 @@ class Zero3:
         flat = torch.zeros(size * self._ranks.size, dtype=torch.float32, device=parameter.device)
         flat[: whole.numel()] = whole.detach().reshape(-1)
         own = flat[self._ranks.rank * size :][:size]
-        fragment = self._deepspeed.utils
         if kind is None:
-            fragment.safe_set_local_fp32_param(parameter, own)
+            self.utils.safe_set_local_fp32_param(parameter, own)
         else:
-            fragment.safe_set_local_optimizer_state(parameter, own, kind)
+            self.utils.safe_set_local_optimizer_state(parameter, own, kind)
+
+    def _cut(self, model: torch.nn.Module, rule: torch.optim.Optimizer | None) -> Any:
+        """Cut `model` over the ranks, a parameter at a time, and have an engine run what uses it."""
+        config = _config(self._computes_in)
+        self._deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=self._computes_in)
+        policy = _Policy(model)
+        engine = self._deepspeed.initialize(model=policy, optimizer=rule, config=config, dist_init_required=False)[0]
+        run_by(model, engine)
+        return engine
 
     def _gathered(self, parameter: Any) -> Tensor:
         def gather() -> Tensor:
@@ -193,7 +193,7 @@ class Zero3Optimizer:
 
     def __init__(self, layout: Zero3, trained: Mapping[str, Any], *, masters: bool) -> None:
         self._layout, self._trained, self._masters = layout, trained, masters
-        self._utils = load_deepspeed(layout._settings.device).utils
+        self._utils = layout.utils
         self._gradients: list[Tensor] = []
         self._steps = 0
 
