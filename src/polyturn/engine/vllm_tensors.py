@@ -15,6 +15,8 @@ import torch
 
 _BASE = ".base_layer"
 """vLLM's word for the layer inside one that takes adapters."""
+_PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "PlainLinear", "PlainEmbedding")
+"""Ways to compute of vLLM, and two of ours, that leave parameters as they were loaded; on CPUs `cpu_linear` says otherwise."""
 
 
 Entry: TypeAlias = "tuple[str, tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]"
@@ -39,6 +41,24 @@ def held_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, read()
 
 
+def plain_tensors(model: Any) -> dict[str, torch.Tensor] | None:
+    """Every tensor by checkpoint name as a view of the model's own, where filling these is all that a reload does.
+
+    None where it is not: parts of other ranks, packed or quantized layers, values that a layer derives from its weights.
+    """
+    from vllm.distributed import get_tensor_model_parallel_world_size
+
+    modules = list(model.modules())
+    if get_tensor_model_parallel_world_size() > 1 or any(map(_keeps_a_form_of_its_own, modules)):
+        return None
+    try:
+        found = dict(held_tensors(model))
+    except UnknownLayerError:
+        return None
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    return found if all(tensor.untyped_storage().data_ptr() in own for tensor in found.values()) else None
+
+
 def aliases(model: Any) -> dict[str, str]:
     """Names of a tied head's weight, and of the embedding that it is."""
     first: dict[int, str] = {}
@@ -60,6 +80,14 @@ def adapter_tensors(adapters: Any, fused: Mapping[str, list[str]]) -> Iterator[t
             for part, matrix in zip(parts, matrices if packed else [matrices], strict=True):
                 if matrix is not None:
                     yield f"{above}{dot}{part}.lora_{letter}.weight", matrix
+
+
+def _keeps_a_form_of_its_own(module: Any) -> bool:
+    """Whether a layer computes with anything but its parameters as they are."""
+    method = getattr(module, "quant_method", None)
+    plain = method is None or type(method).__name__ in _PLAIN or type(module).__name__ == "Attention"
+    derives = hasattr(module, "process_weights_after_loading") and type(module).__name__ != "Attention"
+    return not plain or derives or hasattr(module, "cpu_linear")
 
 
 def _walk(model: Any) -> Iterator[Entry]:
