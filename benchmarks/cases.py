@@ -25,7 +25,7 @@ END_S = 15.0
 LEAST_S = 20.0
 """With less than this left of the limit nothing is begun."""
 LOOK_S = 0.5
-TAIL_LINES = 25
+TAIL_LINES = 40
 
 
 class Told:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -27,6 +28,7 @@ from polyturn.processes.tasks import TaskSet
 
 GRACE_S = 20.0
 _LOOK_S = 0.1
+_TAIL_LINES = 15
 
 
 def take_trainers_variables(checked: Checked) -> None:
@@ -77,7 +79,7 @@ async def _address(folder: RunFolder, name: str, role: LocalRole, limit_s: float
         async with deadline(limit_s, f"{name} to serve"):
             while (url := read_address(folder.root, name)) is None:
                 if ended.done():
-                    raise EngineError(f"{name} ended with {ended.result()} before it served; {_tail(folder, name)}")
+                    raise EngineError(f"{name} ended with {ended.result()} before it served; its log: {folder.logs / name}.log")
                 await asyncio.sleep(_LOOK_S)
     finally:
         ended.cancel()
@@ -92,10 +94,11 @@ async def _ended(role: LocalRole) -> None:
         role.kill()
 
 
-def _tail(folder: RunFolder, name: str) -> str:
-    lines = [
-        line
-        for file in sorted(folder.logs.glob(f"{name}*.log"))
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
-    ]
-    return "\n".join(lines)
+def last_words(folder: RunFolder) -> str:
+    """What the roles and their servers wrote last, and every line before that names an error."""
+    found = []
+    for log in sorted(folder.logs.glob("*.log")):
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        errors = [line for line in lines[:-_TAIL_LINES] if re.search(r"\b\w*Error\b", line)]
+        found += [f"── {log.name}", *errors[-_TAIL_LINES:], *lines[-_TAIL_LINES:]]
+    return "\n".join(found)

@@ -26,13 +26,13 @@ import json
 import os
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cases import Record, Told, end_on_signal, python, run_cases
 from engine_measuring import Sizes, measure, named, prompts_of, rate, share, vllm_sampling
-from engine_roles import take_trainers_variables
+from engine_roles import last_words, take_trainers_variables
 
 from polyturn.config.load import load_recipe
 from polyturn.config.schema import Recipe
@@ -65,6 +65,8 @@ class Case:
     engine: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     mode: str = "auto"
+    pushes: int | None = None
+    """Pushes that are timed, where the usual number would take minutes."""
 
 
 SHARED = {"devices": [0], "gpu_memory_utilization": 0.3}
@@ -79,7 +81,7 @@ CASES = {
     ),
     "vllm_server/single_copy": Case(engine={"kind": "vllm_server", **SHARED}, trainer={"devices": [0]}, mode="single_copy"),
     "vllm/in_process/second_gpu": Case(needs_gpus=2, engine={"kind": "vllm", "device": "cuda:1"}, mode="in_process"),
-    "vllm_server/restart": Case(engine={"kind": "vllm_server", **SHARED}, trainer={"devices": [0]}, mode="restart"),
+    "vllm_server/restart": Case(engine={"kind": "vllm_server", **SHARED}, trainer={"devices": [0]}, mode="restart", pushes=1),
     "vllm/single_copy/float32": Case(model={"dtype": "float32"}, engine={"kind": "vllm"}, mode="single_copy"),
 }
 """In the order of what is wanted most."""
@@ -165,7 +167,9 @@ def raw(checked: Checked, sizes: Sizes, told: Told) -> None:
 def inside(name: str, options: argparse.Namespace) -> None:
     """Be one case."""
     end_on_signal()
-    told, sizes, case = Told(options.out), SMALL if options.small else FULL, CASES[name]
+    told, case = Told(options.out), CASES[name]
+    sizes = SMALL if options.small else FULL
+    sizes = replace(sizes, pushes=case.pushes or sizes.pushes)
     gpus = visible_gpus()
     if gpus and len(gpus) < case.needs_gpus:
         told(skipped=f"{case.needs_gpus} GPUs are needed, and there is {len(gpus)}")
@@ -184,8 +188,7 @@ def inside(name: str, options: argparse.Namespace) -> None:
         try:
             asyncio.run(measure(checked, sizes, folder, gpus, told))
         except BaseException:
-            for log in sorted(folder.logs.glob("*.log")):
-                print(f"── {log.name}", *log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:], sep="\n")
+            print(last_words(folder), flush=True)
             raise
 
 

@@ -82,7 +82,7 @@ class NcclBridge:
         self._deadline_s = deadline_s
         self._host = host
         self._given_bucket_bytes = bucket_bytes
-        self._bucket_bytes = bucket_bytes or BUCKET_BYTES
+        self.bucket_bytes = bucket_bytes or BUCKET_BYTES
         self._on_confirmed = on_confirmed or (lambda url, version: None)
         self._client = JsonClient(token)
         self._all = {url: WeightServer(url, self._client, limit_s=deadline_s) for url in self._urls}
@@ -193,14 +193,14 @@ class NcclBridge:
         sizes = [answer["world_size"] for answer in await self._ask_all("meet", "GET", "/get_world_size", version)]
         on_gpus = all(one.device == "cuda" for one in told) and next(iter(weights.values())).device.type == "cuda"
         device = next(iter(weights.values())).device if on_gpus else torch.device("cpu")
-        self._bucket_bytes = self._given_bucket_bytes or (NCCL_BUCKET_BYTES if on_gpus else BUCKET_BYTES)
+        self.bucket_bytes = self._given_bucket_bytes or (NCCL_BUCKET_BYTES if on_gpus else BUCKET_BYTES)
         listener = listen(self._host)
         info = partial(
             InitInfo,
             master_address=self._host,
             master_port=listener.getsockname()[1],
             world_size=1 + sum(sizes),
-            packed_buffer_size_bytes=self._bucket_bytes,
+            packed_buffer_size_bytes=self.bucket_bytes,
             backend="nccl" if on_gpus else "gloo",
             timeout_s=self._deadline_s,
         )
@@ -258,7 +258,7 @@ class NcclBridge:
             self._group,
             self._source,
             self._coming,
-            bucket_bytes=self._bucket_bytes,
+            bucket_bytes=self.bucket_bytes,
             until=time.monotonic() + self._deadline_s,
             say=partial(setattr, self, "_tensor"),
             sums=sums if verify else None,
