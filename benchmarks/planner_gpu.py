@@ -3,12 +3,12 @@
     python benchmarks/planner_gpu.py --out benchmarks/results/planner_gpu.json [--cases NAME ...] [--limit-s 540]
 
 Shapes are those of published models, with random weights (training) or dummy ones (vLLM). A case is a process of its own, and
-is in the file as soon as it is measured. A training step is `Trainer.train` as a recipe builds it; nearly all tokens are trained.
+is in the file as soon as it is measured. A step is `Trainer.train` as a recipe builds it; nearly all tokens are trained.
 
 - `planned_gib` and `measured_gib` of training: the peak of PyTorch's allocator. `on_card_gib`: with CUDA's context and what the
   allocator holds besides, against `planned_on_card_gib`.
-- of vLLM: all that is not KV cache (weights, activation peak, outside PyTorch, CUDA graphs) as its start reports it; `items` has
-  each of them, and `tokens` those that its cache holds.
+- of vLLM: all that is not KV cache (weights, activation peak, outside PyTorch, CUDA graphs) as its start reports it; `items`
+  has each of them, and `tokens` those that its cache holds.
 - *Said fits and ran out*: training runs first with its process limited to the memory of the smallest card on which the plan
   says `fits`. When that runs out it is counted, and the peak is measured without the limit. Of vLLM: a start that fails where
   the plan has room for the context.
