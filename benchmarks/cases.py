@@ -20,6 +20,18 @@ from typing import Any
 
 from polyturn.processes.whole_file import write_whole
 
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+"""For every case, where it is not set already: no network, and no sampler that is compiled for a minute first."""
 END_S = 15.0
 """How long a case may take to end what it started, once it was told to."""
 LEAST_S = 20.0
@@ -97,7 +109,7 @@ def _run(
     with log.open("wb") as output:
         child = subprocess.Popen(
             list(argv),
-            env={**os.environ, **(environment or {})},
+            env={**(environment or {}), **os.environ},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -184,7 +184,7 @@ class Running:
             reached = {tensor.data_ptr(): tensor.numel() for tensor in own.values()}
             there = {one.data_ptr(): one.numel() - padding(owner, one) for owner, one in parameters(self.core.model)}
             shared = sum(weights[name].data_ptr() == tensor.data_ptr() for name, tensor in own.items())
-            same = [checksum(weights[name].to(one.dtype)) == checksum(one.to("cpu")) for name, one in own.items()]
+            same = [checksum(weights[name].to(one.dtype)) == checksum(one) for name, one in own.items()]
             return {
                 "coverage": round(sum(reached.values()) / sum(there.values()), 6),
                 "tensors": len(own),

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cases import Record, Told, end_on_signal, python, run_cases
+from cases import ENVIRONMENT, Record, Told, end_on_signal, python, run_cases
 from engine_measuring import Sizes, measure, named, prompts_of, rate, share, vllm_sampling
 from engine_roles import last_words, take_trainers_variables
 
@@ -43,17 +43,6 @@ from polyturn.processes.gpus import visible_gpus
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart" / "recipe.yaml"
 TRAIN = Path(__file__).parents[1] / "recipes" / "arithmetic-smollm2-1gpu" / "train.jsonl"
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "TOKENIZERS_PARALLELISM": "false",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +213,7 @@ def main() -> None:
         record,
         limit_s=options.limit_s,
         case_limit_s=options.case_limit_s,
-        environment={name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()},
+        environment=ENVIRONMENT,
     )
     alone = record.of("raw")
     shares = {

@@ -22,14 +22,13 @@ import argparse
 import gc
 import json
 import math
-import os
 import statistics
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cases import Record, Told, end_on_signal, python, run_cases
+from cases import ENVIRONMENT, Record, Told, end_on_signal, python, run_cases
 
 from polyturn.config.resolve import resolve
 from polyturn.config.schema import Recipe
@@ -406,7 +405,7 @@ def main() -> None:
         record,
         limit_s=options.limit_s,
         case_limit_s=options.case_limit_s,
-        environment={"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")},
+        environment=ENVIRONMENT,
     )
     found = summary(record)
     record.add(summary=found)

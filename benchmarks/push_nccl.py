@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cases import Record, Told, end_on_signal, python, run_cases
+from cases import ENVIRONMENT, Record, Told, end_on_signal, python, run_cases
 from engine_roles import engine_roles, last_words, take_trainers_variables
 
 from polyturn.config.schema import Recipe
@@ -182,7 +182,7 @@ def main() -> None:
         record,
         limit_s=options.limit_s,
         case_limit_s=options.case_limit_s,
-        environment={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        environment=ENVIRONMENT,
     )
 
 

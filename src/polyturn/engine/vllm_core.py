@@ -101,6 +101,7 @@ class VllmCore:
         prepare_process()
         try:
             from vllm import EngineArgs
+            from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.llm_engine import LLMEngine
         except ImportError as error:
             raise MissingDependencyError(
@@ -113,7 +114,11 @@ class VllmCore:
             torch.cuda.set_device(device)
         arguments = self._arguments(settings, device)
         try:
-            self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            # As its own `LLM` is built, whose trial batch the plan knows.
+            config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
+            if device.index:
+                config.device_config.device = device  # left alone, it takes the first GPU, whichever is the current one
+            self._engine: Any = LLMEngine.from_vllm_config(config, disable_log_stats=True)
             self._core: Any = self._engine.engine_core
             self._tasks = self._engine.get_supported_tasks()
             (self.model,) = self._engine.apply_model(lambda model: model)
