@@ -1,4 +1,4 @@
-"""vLLM in this process on a GPU: it gives memory back while the trainer works, and answers as before when it is awake.
+"""vLLM in this process on a GPU: it gives memory back while the trainer works, and lies on the GPU that it was given.
 
 One engine a process: each test starts one and stops it. They were never run on a GPU yet.
 """
@@ -37,13 +37,13 @@ def model_of(seed: int) -> torch.nn.Module:
     return tiny_model("llama", seed=seed, initializer_range=0.05, **SIZES).to("cuda", torch.bfloat16)
 
 
-def engine_of(folder, sleep: Sleep) -> VllmEngine:
+def engine_of(folder, sleep: Sleep, device: str = "cuda") -> VllmEngine:
     options = {"enforce_eager": True}  # what is asked here has nothing to do with graphs
     return vllm_here(
         folder,
         model_of(1),
         dtype="bfloat16",
-        device="cuda",
+        device=device,
         gpu_memory_utilization=SHARE,
         sleep=sleep,
         extra=options,
@@ -155,5 +155,25 @@ def test_an_engine_that_sleeps_can_be_stopped(tmp_path):
         await engine.sleep()
         await engine.stop()
         assert free() > before - (2 << 30)
+
+    asyncio.run(whole())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_an_engine_lies_on_the_gpu_that_it_was_given(tmp_path):
+    from polyturn.engine.vllm_tensors import plain_tensors
+
+    async def whole() -> None:
+        engine, model = engine_of(tmp_path / "model", "off", "cuda:1"), model_of(5)
+        before = free()
+        await engine.start()
+        try:
+            assert {tensor.device for tensor in engine.named_weights().values()} == {torch.device("cuda", 1)}
+            assert free() > before - (2 << 30), "nothing of it is on the trainer's"
+            assert plain_tensors(engine._thread._core.model) is not None, "a push to a server would fill them in place"
+            await InProcessBridge(model.state_dict, engine, verify_every=1, deadline_s=60).push(1)
+            assert await gap(engine, model) < CLOSE
+        finally:
+            await engine.stop()
 
     asyncio.run(whole())
