@@ -57,12 +57,13 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "tiny": Shape(64, 128, 2, 4, 2, 300, True),
+    "deep": Shape(128, 256, 28, 4, 2, 512, False),
     "135M": Shape(576, 1536, 30, 9, 3, 49152, True),
     "0.5B": Shape(896, 4864, 24, 14, 2, 151936, True),
     "1.5B": Shape(1536, 8960, 28, 12, 2, 151936, True),
     "7B": Shape(3584, 18944, 28, 28, 4, 152064, False),
 }
-"""SmolLM2-135M, Qwen2.5 of three sizes, and one to try the script with."""
+"""SmolLM2-135M, Qwen2.5 of three sizes, and two to try scripts with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,10 +120,11 @@ TRIALS = [
 ]
 
 
-def make_model(name: str, device: torch.device) -> torch.nn.Module:
-    """A model of the shape, with random weights, made on the device."""
+def config_of(name: str) -> transformers.Qwen2Config:
+    """The configuration of a shape."""
     shape = SHAPES[name]
-    config = transformers.Qwen2Config(
+    return transformers.Qwen2Config(
+        architectures=["Qwen2ForCausalLM"],
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers,
@@ -133,11 +135,15 @@ def make_model(name: str, device: torch.device) -> torch.nn.Module:
         max_position_embeddings=32768,
         pad_token_id=0,
     )
+
+
+def make_model(name: str, device: torch.device) -> torch.nn.Module:
+    """A model of the shape, with random weights, made on the device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with device:
-            model = transformers.AutoModelForCausalLM.from_config(config)
+            model = transformers.AutoModelForCausalLM.from_config(config_of(name))
     finally:
         torch.set_default_dtype(before)
     with torch.no_grad():

@@ -8,7 +8,9 @@ from polyturn.config.schema import Recipe, with_values
 from polyturn.errors import ConfigError
 
 _OWN_GPU, _SHARED_GPU = 0.9, 0.3
-_VLLM_KEYS = ("urls", "tensor_parallel_size", "device", "gpu_memory_utilization", "max_model_len", "dtype", "extra_args")
+_VLLM_KEYS = (
+    "urls", "tensor_parallel_size", "device", "gpu_memory_utilization", "max_model_len", "dtype", "sleep", "extra_args",
+)  # fmt: skip
 """Settings that only vLLM has."""
 _SAVE_S = 60.0
 """For the servers to find the weights on the disk, beside the time of a start."""
@@ -26,7 +28,9 @@ def vllm_settings(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str
                     "use engine.kind=vllm or vllm_server"
                 )
         return recipe
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"sleep": _sleep(recipe)}
+    if engine.sleep == "auto":
+        reasons["engine.sleep"] = "no plan of this machine's GPUs asks for it"
     if engine.gpu_memory_utilization is None:
         both = set(engine.devices or ()) & set(recipe.trainer.devices or ())
         beside = engine.device is None if engine.kind == "vllm" else bool(both)
@@ -43,6 +47,21 @@ def vllm_settings(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str
             f"rollout.max_trajectory_tokens={engine.max_model_len}"
         )
     return with_values(recipe, "engine", **found)
+
+
+def _sleep(recipe: Recipe) -> str:
+    """`on` or `off`. Where `auto` comes to `on`, the plan of the machine's GPUs has said so before. Raises ConfigError."""
+    engine = recipe.engine
+    if engine.sleep != "on":
+        return "off"
+    why = None
+    if engine.kind != "vllm":
+        why = f"engine.kind={engine.kind} computes in processes of its own, which don't know when the trainer needs memory"
+    elif engine.device is not None:
+        why = f"the engine has a GPU of its own, engine.device={engine.device}, whose memory nobody else needs"
+    if why is not None:
+        raise ConfigError(f"engine.sleep=on: {why}; remove it")
+    return "on"
 
 
 def weight_sync_mode(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str]) -> Recipe:

@@ -241,6 +241,8 @@ class EngineSection(Section):
     """Longest prompt and completion together that vLLM makes room for; null: a whole trajectory."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of vLLM's weights; `auto`: that of the policy."""
+    sleep: Literal["auto", "on", "off"] = "auto"
+    """`vllm` on the trainer's GPU: give its memory back while training; `auto`: where it does not fit otherwise."""
     extra_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM, by the names of its engine arguments, such as `enforce_eager: true`."""
     start_deadline_s: float = Field(default=300.0, gt=0)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from polyturn.types import Completion, SamplingParams
+
+Sleep: TypeAlias = Literal["off", "cache", "keep_weights", "drop_weights"]
+"""What an engine gives back while it sleeps: keys and values; its weights too, which wait in CPU memory, or come by a push."""
 
 
 @runtime_checkable
@@ -31,3 +34,11 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """Free what `start` took. Safe to call twice."""
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine that can give memory back while it has nothing to do."""
+
+    async def sleep(self) -> None:
+        """Give memory back once nobody is being answered. A push, or the next request, takes it again."""

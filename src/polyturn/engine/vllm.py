@@ -51,10 +51,10 @@ class _Request:
 
 @dataclass(slots=True, eq=False)
 class _Change:
-    """A change of the weights that waits for its turn."""
+    """A change of the weights that waits for its turn; without a version it is the wish to sleep."""
 
     change: Callable[[Mapping[str, torch.Tensor]], None]
-    version: int
+    version: int | None
     done: asyncio.Future[None]
 
 
@@ -147,6 +147,13 @@ class VllmEngine:
         await self._alive().change(change, version)
         return version
 
+    async def sleep(self) -> None:
+        """Give memory back when those who are being answered have their answers: what `VllmSettings.sleep` says.
+
+        The next push takes it again, and so does a request; one whose weights were dropped and not brought is refused.
+        """
+        await self._alive().change(lambda own: None, None)
+
     def _alive(self) -> _Thread:
         if self._thread is None:
             raise EngineError("the vllm engine is not started")
@@ -188,8 +195,8 @@ class _Thread:
         """Wait for its end."""
         self._thread.join()
 
-    async def change(self, change: Callable[[Mapping[str, torch.Tensor]], None], version: int) -> None:
-        """Run `change` on the weights when those who are being answered now have their answers."""
+    async def change(self, change: Callable[[Mapping[str, torch.Tensor]], None], version: int | None) -> None:
+        """Run `change` on the weights when those who are being answered now have their answers; without a version, sleep."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.post(lambda: self._changes.append(_Change(change, version, done)))
         await done
@@ -255,17 +262,27 @@ class _Thread:
     def _make_changes(self) -> None:
         while self._changes:
             wanted = self._changes.popleft()
-            self._mixed = f"a weight update to version {wanted.version} did not complete"
             try:
-                self._core.settle()
-                wanted.change(self.weights)
-                self._core.settle()
-                self._core.forget()
+                if wanted.version is None:
+                    self._core.sleep()
+                else:
+                    self._change(wanted.change, wanted.version)
             except Exception as error:
                 self._tell([(wanted.done, None, error)])
             else:
-                self._mixed, self.version = None, wanted.version
                 self._tell([(wanted.done, None, None)])
+
+    def _change(self, change: Callable[[Mapping[str, torch.Tensor]], None], version: int) -> None:
+        """A change, with memory for the weights; the cache takes its own again when they are there."""
+        self._mixed = f"a weight update to version {version} did not complete"
+        self._core.wake_weights()
+        self._core.settle()
+        change(self.weights)
+        self._core.settle()
+        self._core.brought()
+        self._core.wake()
+        self._core.forget()
+        self._mixed, self.version = None, version
 
     def _start(self, request: _Request) -> None:
         if request.future.cancelled():
@@ -273,6 +290,7 @@ class _Thread:
         try:
             if self._mixed is not None:
                 raise EngineError(f"the vllm engine failed: {self._mixed}")
+            self._core.wake()
             request.key = self._core.add(request.prompt_ids, request.sampling)
         except (PolyturnError, ValueError, TypeError) as error:
             reason = error if isinstance(error, PolyturnError) else EngineError(f"vLLM refused a request: {_words(error)}")

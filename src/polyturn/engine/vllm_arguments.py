@@ -77,8 +77,6 @@ def server_arguments(recipe: Recipe, model: Path, *, port: int, on_gpu: bool, vl
         if recipe.weight_sync.mode == "single_copy":
             given["quantization"] = PLAIN  # layers that pack their weights would compute with copies of them
         given["enforce_eager"] = True  # compiling takes longer on a CPU than it saves
-        if engine.gpu_memory_utilization is not None:
-            given["gpu_memory_utilization"] = engine.gpu_memory_utilization
     lora = recipe.model.lora
     if lora is not None:
         # Two at a time: requests that began with the old one may still be under way when the new one comes.
@@ -102,7 +100,8 @@ def server_environment(recipe: Recipe, environ: Mapping[str, str], *, on_gpu: bo
     usual = {
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # the model is a folder here
-        **({} if on_gpu or recipe.engine.gpu_memory_utilization else {"VLLM_CPU_KVCACHE_SPACE": "1"}),
+        # A share of a GPU says nothing about a CPU's memory, of which vLLM would take that share.
+        **({} if on_gpu else {"VLLM_CPU_KVCACHE_SPACE": "1"}),
     }
     chosen = {name: environ.get(name, value) for name, value in usual.items()} | _FIXED | {WEIGHT_LABEL: label}
     if recipe.model.lora is not None:

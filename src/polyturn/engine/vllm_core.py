@@ -6,6 +6,7 @@ above that collects text, which nobody here wants, at the price of a third of th
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from polyturn.engine import vllm_plain
+from polyturn.engine.base import Sleep
 from polyturn.engine.vllm_tensors import UnknownLayerError, held_tensors
 from polyturn.errors import EngineError, MissingDependencyError
 from polyturn.plan.engine_report import EngineReport
@@ -25,6 +27,8 @@ from polyturn.types import SamplingParams
 
 SUPPORTED = "0.26 to 0.32"
 """Versions of vLLM that this was tried with."""
+_WEIGHTS, _CACHE = "weights", "kv_cache"
+"""What vLLM calls the memory that it puts to sleep."""
 _ONE = threading.Lock()
 """Held by the engine of this process."""
 _SET = {
@@ -59,6 +63,8 @@ class VllmSettings:
     device: str
     """`cpu`, `cuda` or `cuda:N`."""
     seed: int = 0
+    sleep: Sleep = "off"
+    """What `sleep` gives back."""
     extra: Mapping[str, Any] | None = None
     """Further engine arguments of vLLM, which win."""
 
@@ -95,6 +101,7 @@ class VllmCore:
         prepare_process()
         try:
             from vllm import EngineArgs
+            from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.llm_engine import LLMEngine
         except ImportError as error:
             raise MissingDependencyError(
@@ -107,7 +114,11 @@ class VllmCore:
             torch.cuda.set_device(device)
         arguments = self._arguments(settings, device)
         try:
-            self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            # As its own `LLM` is built, whose trial batch the plan knows.
+            config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
+            if device.index:
+                config.device_config.device = device  # left alone, it takes the first GPU, whichever is the current one
+            self._engine: Any = LLMEngine.from_vllm_config(config, disable_log_stats=True)
             self._core: Any = self._engine.engine_core
             self._tasks = self._engine.get_supported_tasks()
             (self.model,) = self._engine.apply_model(lambda model: model)
@@ -117,6 +128,7 @@ class VllmCore:
         self.max_model_len = int(config.model_config.max_model_len)
         self.vocab_size = int(config.model_config.get_vocab_size())
         self._open: set[str] = set()
+        self._nap, self._asleep, self._dropped = settings.sleep, set[str](), False
         self._device, self._on_gpu = device, device.type == "cuda"
         # Nothing of what is there by now will be garbage: looking through all of it again and again stops every thread.
         gc.collect()
@@ -139,7 +151,10 @@ class VllmCore:
             # There vLLM can't take a request's seed back when it has computed a part of its prompt only.
             arguments |= {"quantization": vllm_plain.NAME, "enforce_eager": True, "enable_chunked_prefill": False}
         else:
-            arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+            arguments |= {
+                "gpu_memory_utilization": settings.gpu_memory_utilization,
+                "enable_sleep_mode": settings.sleep != "off",
+            }
         return arguments | dict(settings.extra or {})
 
     @property
@@ -235,10 +250,53 @@ class VllmCore:
         if not self._core.reset_prefix_cache():
             raise EngineError("vLLM did not drop its prefix cache after the weights changed; it would answer from old ones")
 
+    # ── sleep ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def sleep(self) -> None:
+        """Give back memory, which keeps its addresses, while nobody is being answered.
+
+        vLLM puts weights and cache to sleep together. Weights that others use, or that no push brings, wait in CPU memory;
+        those that others use are back when this returns.
+        """
+        if self._nap == "off" or self._asleep:
+            return
+        self.settle()
+        self._engine.sleep(level=2 if self._nap == "drop_weights" else 1)
+        self._asleep, self._dropped = {_WEIGHTS, _CACHE}, self._nap == "drop_weights"
+        if self._nap == "cache":
+            self._wake(_WEIGHTS)
+
+    def wake_weights(self) -> None:
+        """Have memory for the weights; what is in it after `drop_weights` is nothing."""
+        self._wake(_WEIGHTS)
+
+    def wake(self) -> None:
+        """Have all memory again. Raises EngineError for weights that nobody has brought since they were dropped."""
+        if self._dropped:
+            raise EngineError(
+                "the vllm engine slept and dropped its weights, and no push has brought new ones; it can't answer before"
+            )
+        for tag in (_WEIGHTS, _CACHE):
+            self._wake(tag)
+
+    def brought(self) -> None:
+        """All weights have been replaced."""
+        self._dropped = False
+
+    def _wake(self, tag: str) -> None:
+        if tag in self._asleep:
+            torch.cuda.empty_cache()  # what PyTorch keeps for the trainer's next step is where it goes
+            # By name, one after the other: vLLM before 0.32 maps again what is there already when it is asked for everything.
+            self._engine.wake_up([tag])
+            self._asleep.remove(tag)
+
     def close(self) -> None:
         """Give back memory and process groups."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
+        with contextlib.suppress(RuntimeError):  # memory that sleeps can't be freed, and there may be too little to wake it
+            for tag in tuple(self._asleep):
+                self._wake(tag)
         try:
             self._core.shutdown()
             del self.model, self._core, self._engine

@@ -11,13 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyturn.engine.vllm_tensors import held_tensors, not_covered
+from polyturn.engine.vllm_tensors import derives, held_tensors, not_covered
 from polyturn.errors import WeightSyncError
 from polyturn.weight_sync.base import named
 from polyturn.weight_sync.shared_tensors import CudaBlock, MemoryBlock, SharedTensors, move_to_shared_memory, uuid_of
-
-_PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "PlainLinear", "PlainEmbedding")
-"""Ways to compute, of vLLM and two of ours, that leave parameters as they were loaded."""
 
 
 class WorkerShare:
@@ -63,7 +60,7 @@ class WorkerShare:
                 f"{len(gaps)} of the engine's parameters are not, or not as a whole, tensors of a checkpoint, so there can't "
                 f"be one copy of them: {named(gaps)}; use weight_sync.mode=restart, or nccl with a GPU for each"
             )
-        derived = [name for name, module in self._model.named_modules() if _derives(module)]
+        derived = [name for name, module in self._model.named_modules() if derives(module)]
         if derived:
             raise WeightSyncError(
                 f"{len(derived)} layers of vLLM compute with values that they derived from their weights at the start, so "
@@ -76,11 +73,3 @@ class WorkerShare:
                 f"vLLM keeps {len(apart)} tensors in a form of its own, so there can't be one copy of them: {named(apart)}; "
                 "use weight_sync.mode=restart, or nccl with a GPU for each"
             )
-
-
-def _derives(module: Any) -> bool:
-    """Whether a layer computes with anything but its parameters as they are now: quantized, or latent attention."""
-    if type(module).__name__ == "Attention":  # what it derives are the scales of a quantized cache
-        return False
-    method = getattr(module, "quant_method", None)
-    return hasattr(module, "process_weights_after_loading") or (method is not None and type(method).__name__ not in _PLAIN)

@@ -15,6 +15,8 @@ import torch
 
 _BASE = ".base_layer"
 """vLLM's word for the layer inside one that takes adapters."""
+_PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "PlainLinear", "PlainEmbedding")
+"""Ways to compute of vLLM, and two of ours, that leave parameters as they were loaded; on CPUs `cpu_linear` says otherwise."""
 
 
 Entry: TypeAlias = "tuple[str, tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]"
@@ -37,6 +39,23 @@ def held_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole tensors by checkpoint name, one module at a time. A collective of the tensor-parallel ranks."""
     for name, _, _, read in _walk(model):
         yield name, read()
+
+
+def plain_tensors(model: Any) -> dict[str, torch.Tensor] | None:
+    """Every tensor by checkpoint name as a view of the model's own, where filling these is all that a reload does.
+
+    None where it is not: parts of other ranks, packed or quantized layers, values that a layer derives from its weights.
+    """
+    from vllm.distributed import get_tensor_model_parallel_world_size
+
+    modules = list(model.modules())
+    if get_tensor_model_parallel_world_size() > 1 or not_covered(model):
+        return None
+    if any(derives(module) or hasattr(module, "cpu_linear") for module in modules):
+        return None
+    found = dict(held_tensors(model))
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    return found if all(tensor.untyped_storage().data_ptr() in own for tensor in found.values()) else None
 
 
 def aliases(model: Any) -> dict[str, str]:
@@ -84,6 +103,14 @@ def not_covered(model: Any) -> list[str]:
         needed[id(parameter)] = parameter.numel() - padding
         names.setdefault(id(parameter), f"{place}.{name}")
     return unknown + [names[key] for key, views in seen.items() if sum(size for _, size in views) < needed[key]]
+
+
+def derives(module: Any) -> bool:
+    """Whether a layer computes with values that it made of its parameters once: quantized, or latent attention."""
+    if type(module).__name__ == "Attention":  # what it derives are the scales of a quantized cache
+        return False
+    method = getattr(module, "quant_method", None)
+    return hasattr(module, "process_weights_after_loading") or (method is not None and type(method).__name__ not in _PLAIN)
 
 
 def _walk(model: Any) -> Iterator[Entry]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +20,14 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from polyturn.engine.vllm_shared import WorkerShare
-from polyturn.engine.vllm_tensors import UnknownLayerError, adapter_tensors, aliases, described_tensors, held_tensors
+from polyturn.engine.vllm_tensors import (
+    UnknownLayerError,
+    adapter_tensors,
+    aliases,
+    described_tensors,
+    held_tensors,
+    plain_tensors,
+)
 from polyturn.errors import WeightSyncError
 from polyturn.weight_sync.base import checksum
 from polyturn.weight_sync.labels import BACKEND, BROKEN_LABEL, DEFAULT_LABEL, WEIGHT_LABEL
@@ -59,7 +67,11 @@ class _Update(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class PolyturnTransfer(WeightTransferEngine):  # type: ignore[misc]
-    """Receives whole tensors under their checkpoint names, and reloads the model from them layer by layer."""
+    """Receives whole tensors under their checkpoint names, into the model's own tensors where these are all there is.
+
+    Elsewhere (tensor-parallel parts, packed and quantized layers, layers that are not known here) vLLM reloads layer by layer,
+    which takes some hundred microseconds a tensor.
+    """
 
     init_info_cls = _Init
     update_info_cls = _Update
@@ -72,6 +84,10 @@ class PolyturnTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._coming: str | None = None
         self._touched = False
         self._open = False
+        self._own: dict[str, torch.Tensor] | None = None
+        """Where the tensors of the open update go; None where layers are reloaded."""
+        self._expected: tuple[UpdateInfo, dict[str, torch.Tensor]] | None = None
+        """What came the last time: it comes again, and describing three hundred tensors takes milliseconds."""
         self._group: TransferGroup | None = None
         self._info: InitInfo | None = None
 
@@ -89,7 +105,9 @@ class PolyturnTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Get ready to take every layer anew. What an update before left half-way is put back first."""
         if self._open:
             self.put_back()
-        initialize_layerwise_reload(self.model)
+        self._own = plain_tensors(self.model)
+        if self._own is None:
+            initialize_layerwise_reload(self.model)
         self._open = True
 
     def receive_weights(self, update_info: _Update) -> None:
@@ -97,14 +115,16 @@ class PolyturnTransfer(WeightTransferEngine):  # type: ignore[misc]
         group, info = self._group, self._info
         if group is None or info is None:
             raise RuntimeError("there is no weight transfer group; /init_weight_transfer_engine comes first")
-        coming = UpdateInfo(names=update_info.names, dtype_names=update_info.dtype_names, shapes=update_info.shapes)
+        coming = self._described(update_info)
+        if self._own is not None:
+            _refuse_other(coming, self._own)
         self._coming = update_info.version
         self._touched = True
         try:
             receive(
                 group,
-                coming.tensors(),
-                lambda tensors: self.model.load_weights(tensors.items()),
+                coming,
+                self._load,
                 bucket_bytes=info.packed_buffer_size_bytes,
                 until=time.monotonic() + info.timeout_s,
             )
@@ -115,10 +135,14 @@ class PolyturnTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def finish_weight_update(self) -> None:
         """Put the last layers in place; the weights have the new version's name from then on."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        if self._own is None:
+            finalize_layerwise_reload(self.model, self.model_config)
+            if not os.environ.get(KEEP_PACKED_HEAD):
+                _pack_tied_heads(self.model)
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.synchronize(self.device)  # what went wrong on the GPU belongs to this push
         self._open = self._touched = False
-        if not os.environ.get(KEEP_PACKED_HEAD):
-            _pack_tied_heads(self.model)
+        self._own = None
         if self._coming is not None:
             self.label, self._coming = self._coming, None
 
@@ -126,15 +150,32 @@ class PolyturnTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Give up an open update. Layers that did not come whole get their tensors back, so that nothing is without any."""
         if not self._open:
             return
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            if info.can_load():
-                info.loaded_weights.clear()
-                info.load_numel = 0
-        finalize_layerwise_reload(self.model, self.model_config)
+        if self._own is None:
+            for layer in self.model.modules():
+                info = get_layerwise_info(layer)
+                if info.can_load():
+                    info.loaded_weights.clear()
+                    info.load_numel = 0
+            finalize_layerwise_reload(self.model, self.model_config)
         if self._touched:
             self.label = BROKEN_LABEL
-        self._coming, self._open, self._touched = None, False, False
+        self._coming, self._open, self._touched, self._own = None, False, False, None
+
+    def _described(self, update_info: _Update) -> dict[str, torch.Tensor]:
+        """What comes, as meta tensors."""
+        told = UpdateInfo(names=update_info.names, dtype_names=update_info.dtype_names, shapes=update_info.shapes)
+        if self._expected is None or self._expected[0] != told:
+            self._expected = told, told.tensors()
+        return self._expected[1]
+
+    def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put a bucket where it belongs."""
+        own = self._own
+        if own is None:
+            self.model.load_weights(tensors.items())
+            return
+        with torch.no_grad():
+            torch._foreach_copy_([own[name] for name in tensors], list(tensors.values()))
 
     def shutdown(self) -> None:
         """Leave the group. Its connections close with it, and the trainer notices."""
@@ -231,6 +272,15 @@ class Extension:
                 backend.start_weight_update()
                 worker.finish_weight_update()
         return self.polyturn_state()
+
+
+def _refuse_other(coming: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError, before anything changes, unless `coming` fills every tensor of `own`, by one of its names."""
+    wrong = [name for name, tensor in coming.items() if name not in own or own[name].shape != tensor.shape]
+    filled = {own[name].data_ptr() for name in coming if name in own}
+    wrong += [name for name, tensor in own.items() if tensor.data_ptr() not in filled]
+    if wrong:
+        raise ValueError(f"what comes does not fill this model's tensors: {wrong[0]} is of another shape, or in one only")
 
 
 def _model(worker: Any) -> Any:

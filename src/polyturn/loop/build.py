@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from polyturn.config.schema import Recipe, filled
-from polyturn.engine.base import Engine
+from polyturn.engine.base import Engine, Sleep
 from polyturn.engine.hf import HfEngine
 from polyturn.engine.http import HttpEngine
 from polyturn.engine.vllm import VllmEngine
@@ -178,6 +178,20 @@ def build_engine(recipe: Recipe, model: torch.nn.Module, *, linger_s: float = 0.
     return HfEngine(model, max_batch_size=recipe.engine.max_batch_size, pad_id=pad_id, linger_s=linger_s)
 
 
+def sleep_of(recipe: Recipe, place: torch.device) -> Sleep:
+    """What the `vllm` engine on `place` gives back while training. Raises ConfigError where vLLM can't."""
+    if recipe.engine.sleep != "on":
+        return "off"
+    if place.type != "cuda":
+        raise ConfigError(
+            f"engine.sleep=on: vLLM gives no memory back on the {place.type}, where nothing is kept apart for it; set "
+            "engine.sleep=off"
+        )
+    if recipe.weight_sync.mode == "single_copy":
+        return "cache"  # the trainer computes with the weights
+    return "drop_weights" if recipe.weight_sync.every_steps == 1 else "keep_weights"
+
+
 def build_vllm_engine(recipe: Recipe, folder: Path, *, device: torch.device) -> VllmEngine:
     """The `vllm` engine with the model of `folder`, on its own GPU or on `device`, the policy's. Raises ConfigError."""
     engine, model = recipe.engine, recipe.model
@@ -190,6 +204,7 @@ def build_vllm_engine(recipe: Recipe, folder: Path, *, device: torch.device) -> 
         gpu_memory_utilization=filled(engine.gpu_memory_utilization),
         device=str(place),
         seed=recipe.run.seed,
+        sleep=sleep_of(recipe, place),
         extra=engine.extra_args,
     )
     return VllmEngine(settings, start_deadline_s=engine.start_deadline_s)

@@ -25,6 +25,7 @@ from polyturn.models.folder import BUILTIN_POSITIONS, SMOLLM2, TINY, adapter_bas
 from polyturn.models.smollm2 import check_smollm2
 from polyturn.plan.auto_memory import fit_here
 from polyturn.plan.auto_parallel import shard_here
+from polyturn.plan.auto_sleep import sleep_here
 from polyturn.processes.gpus import visible_gpus
 from polyturn.rendering.renderer import Renderer
 from polyturn.types import Task, TaskSource
@@ -69,8 +70,9 @@ def check(recipe: Recipe, *, model: str | None = None, resources: Resources | No
     train_tasks = load_tasks(recipe, environment, "train")
     recipe, sharded = shard_here(recipe, num_tasks=train_tasks.size)
     recipe, chosen = fit_here(recipe, num_tasks=train_tasks.size)
+    recipe, asleep = sleep_here(recipe, num_tasks=train_tasks.size)
     resolved = resolve(recipe, num_train_tasks=train_tasks.size, on_gpu=computes_on_gpu(recipe))
-    resolved = replace(resolved, reasons={**resolved.reasons, **sharded, **chosen})
+    resolved = replace(resolved, reasons={**resolved.reasons, **sharded, **chosen, **asleep})
     open_stream(recipe, train_tasks)
     refuse_unsendable(recipe, train_tasks)
     estimator = build_estimator(recipe.algorithm.advantage, recipe.algorithm.advantage_options)

@@ -18,7 +18,7 @@ from pathlib import Path
 from polyturn.advantages.base import GroupAdvantages
 from polyturn.config.schema import filled
 from polyturn.data.stream import Stream
-from polyturn.engine.base import Engine
+from polyturn.engine.base import Engine, Sleeper
 from polyturn.errors import ResourceError, WeightMismatchError
 from polyturn.loop.build import Policy, build_engine_and_bridge, build_trainer, policy_to_train
 from polyturn.loop.card import write_card
@@ -37,6 +37,7 @@ from polyturn.metrics.run_folder import RunFolder
 from polyturn.metrics.sinks import MetricsLog
 from polyturn.metrics.spans import Spans
 from polyturn.models.load import export_model
+from polyturn.processes.deadlines import deadline
 from polyturn.processes.lock import FileLock
 from polyturn.processes.threads import in_thread_within
 from polyturn.processes.watchdog import LOOP_GRACE_S, LoopWatchdog
@@ -242,6 +243,7 @@ async def train_step(run: Run, step: int) -> None:
     run.guard.check(report)
     with spans.span("checkpoint"):
         await run.saving.settle()  # from here on weights change
+    await sleep(run)
     with spans.span("train"):
         metrics = await train_batches(run, batches)
     refuse_mismatch(run, metrics)
@@ -255,6 +257,16 @@ async def train_step(run: Run, step: int) -> None:
     metrics["optimizer_step"] = run.trainer.optimizer_step
     run.log.write(step, metrics | run.saving.metrics())
     run.saving.after_step(step)
+
+
+async def sleep(run: Run) -> None:
+    """Have the engine give memory back where the recipe says so; the push after the step takes it again."""
+    if run.checked.recipe.engine.sleep != "on" or not isinstance(run.engine, Sleeper):
+        return
+    limit_s, what = run.checked.recipe.weight_sync.deadline_s, "the engine to give memory back (weight_sync.deadline_s)"
+    with run.spans.span("sleep"), run.place.waiting(what, limit_s):
+        async with deadline(limit_s, what):
+            await run.engine.sleep()
 
 
 async def train_batches(run: Run, batches: Sequence[TrainBatch]) -> dict[str, float]:

@@ -151,6 +151,8 @@ def _savings(recipe: Recipe, context: int, *, offloads: bool) -> Iterator[Change
     """Ways to hold less on a GPU, each on top of what costs less. An offload only where the machine's own memory is known."""
     half = _half(recipe)
     yield half
+    if recipe.engine.kind == "vllm" and recipe.engine.device is None and recipe.engine.sleep != "on":
+        yield half | {"engine.sleep": "on"}
     modes = ["keep", "selective", "full"]
     work: Change = dict(half)
     for mode in modes[modes.index(recipe.trainer.activations) + 1 :]:

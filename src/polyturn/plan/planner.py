@@ -38,6 +38,8 @@ class GpuPlan:
     terms: tuple[Term, ...]
     engine: PagedEngine | None = None
     """Of a GPU with an engine that pages its cache."""
+    sleep: str | None = None
+    """What sleeping does for memory where the engine is in the trainer's process."""
 
     @property
     def count(self) -> int:
@@ -99,15 +101,22 @@ class Plan:
         return tuple(found)
 
     def host_bytes(self, machine: Machine) -> float:
-        """CPU memory of the fullest node: what an offload and a waiting reference take, in pinned pages; 0 without them."""
+        """CPU memory of the fullest node: what an offload, a waiting reference and a sleeping engine take, in pinned pages."""
         load = trainer_load(self.recipe)
         kept = held_bytes(self.facts, load).cpu.total
+        if self.recipe.engine.sleep == "on" and (self._shares_weights or self.recipe.weight_sync.every_steps > 1):
+            # vLLM copies them there, also those that are back at once.
+            kept += max(gpu.engine.weights for gpu in self.gpus if gpu.engine is not None)
         if load.reference == "cpu":
             kept += self.facts.parameters * ELEMENT_BYTES[load.dtype]
         if not kept:
             return 0.0
         ranks = max(Counter(seat.number // machine.count for seat in self.seats if seat.rank is not None).values())
         return ranks * kept * PINNED + HOST
+
+    @property
+    def _shares_weights(self) -> bool:
+        return self.recipe.weight_sync.mode == "single_copy"
 
     def short_contexts(self) -> tuple[str, ...]:
         """Trajectories that are longer than the model's positions, or than an engine can hold."""
@@ -207,6 +216,8 @@ def _gpu_plan(
         engine = (*paged.terms, _cache_term(paged, recipe))
         if recipe.weight_sync.mode == "single_copy":
             trainer = tuple(_shared(term) for term in trainer)
+        if trains and recipe.engine.sleep == "on":
+            engine = tuple(_given_back(term, recipe) for term in engine)
     elif generates:
         engine = hf_terms(facts, hf_load(recipe), shares_base=load if load.lora_rank and trains else None)
     both = trainer + engine
@@ -216,7 +227,18 @@ def _gpu_plan(
         numbers=tuple(seat.number for seat in alike),
         terms=both + own_terms(both, processes),
         engine=paged,
+        sleep=_sleep_words(recipe, paged) if trains and recipe.engine.kind == "vllm" and paged is not None else None,
     )
+
+
+def _sleep_words(recipe: Recipe, paged: PagedEngine) -> str:
+    """What stays of the engine while it sleeps."""
+    shared = recipe.weight_sync.mode == "single_copy"
+    kept = f"{(paged.asleep + (paged.weights if shared else 0)) / GIB:.2f}"
+    back = "the cache is there again after a push" if shared else "weights and cache are there again from a push on"
+    if recipe.engine.sleep == "on":
+        return f"the engine sleeps while it trains and keeps {kept} (engine.sleep=on); {back}."
+    return f"with engine.sleep=on the engine would keep {kept} while it trains."
 
 
 def _paged(
@@ -246,6 +268,12 @@ def _shared(term: Term) -> Term:
     if term.name != "weights":
         return term
     return replace(term, bytes=0, formula="views of the engine's weights, which are there once")
+
+
+def _given_back(term: Term, recipe: Recipe) -> Term:
+    """What is there while the engine generates only, where it sleeps while training: all that vLLM gives back."""
+    kept = {"engine non-torch", "CUDA graphs"} | ({"engine weights"} if recipe.weight_sync.mode == "single_copy" else set())
+    return term if term.name in kept else replace(term, phase="generating")
 
 
 def _shards(recipe: Recipe) -> int:

@@ -203,11 +203,8 @@ def _table(gpu: GpuPlan, usable: int | None) -> list[str]:
     if usable is not None:
         left, of = (usable - gpu.needed) / GIB, f"of {usable / GIB:.2f} that a process can have; {HEADROOM:.0%} stay free"
         rows.append(f"  {'left':<18} {left:>9.2f}  {of}")
-    if gpu.engine is not None:
-        rows.append(
-            f"  Polyturn does not put the engine to sleep while it trains; asleep it would keep {gpu.engine.asleep / GIB:.2f}, "
-            f"and {gpu.engine.weights / GIB:.2f} more from before a push on."
-        )
+    if gpu.engine is not None and gpu.sleep is not None:
+        rows.append(f"  {gpu.sleep}")
     return rows
 
 

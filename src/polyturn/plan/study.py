@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from polyturn.config.schema import Recipe
 from polyturn.plan.auto_memory import fit_memory
 from polyturn.plan.auto_parallel import shard_on
+from polyturn.plan.auto_sleep import sleep_on
 from polyturn.plan.hardware import Hardware, Machine
 from polyturn.plan.models import ModelFacts
 from polyturn.plan.money import Cost, cost_of
@@ -77,6 +78,9 @@ def study(
     if machine is not None and recipe.trainer.memory == "auto":
         recipe, fitted = fit_memory(recipe, facts, machine, num_tasks=num_tasks)
         chosen = {**chosen, **fitted}
+    if machine is not None:
+        recipe, asleep = sleep_on(recipe, facts, machine, num_tasks=num_tasks)
+        chosen = {**chosen, **asleep}
     plan = plan_on(recipe, facts, machine, num_tasks=num_tasks)
     plan = replace(plan, reasons={**plan.reasons, **chosen})
     smallest = smallest_gpu(recipe, facts, hardware, num_tasks=num_tasks)

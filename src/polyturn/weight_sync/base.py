@@ -32,14 +32,23 @@ class WeightSource(Protocol):
 
 
 class WholeWeights:
-    """The source where this process holds whole tensors: `weights` returns them."""
+    """The source where this process holds whole tensors: `weights` returns them.
+
+    They are asked for once a push: listing the state of a model takes milliseconds, and there are dozens of buckets.
+    """
 
     def __init__(self, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        self.weights = weights
+        self._list = weights
+        self._now: Mapping[str, torch.Tensor] | None = None
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """See `WeightSource.weights`."""
+        self._now = self._list()
+        return self._now
 
     def gather(self, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        """See `WeightSource.gather`."""
-        weights = self.weights()
+        """See `WeightSource.gather`: those of the last `weights`."""
+        weights = self.weights() if self._now is None else self._now
         return {name: weights[name] for name in names}
 
 

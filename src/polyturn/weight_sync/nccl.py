@@ -29,7 +29,17 @@ from polyturn.weight_sync.base import WeightSource, check_coverage, check_sums
 from polyturn.weight_sync.labels import DEFAULT_LABEL
 from polyturn.weight_sync.probe import Probe
 from polyturn.weight_sync.servers import Described, WeightServer
-from polyturn.weight_sync.transfer import BUCKET_BYTES, InitInfo, TransferError, TransferGroup, UpdateInfo, like, listen, send
+from polyturn.weight_sync.transfer import (
+    BUCKET_BYTES,
+    NCCL_BUCKET_BYTES,
+    InitInfo,
+    TransferError,
+    TransferGroup,
+    UpdateInfo,
+    like,
+    listen,
+    send,
+)
 
 RESUME_S = 2.0
 """How long a server may take to resume after a push that failed."""
@@ -60,7 +70,7 @@ class NcclBridge:
         deadline_s: float,
         token: str | None = None,
         host: str = "127.0.0.1",
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         on_confirmed: Callable[[str, int], None] | None = None,
         may_miss: bool = False,
         probe: Probe | None = None,
@@ -71,7 +81,8 @@ class NcclBridge:
         self._verify_every = verify_every
         self._deadline_s = deadline_s
         self._host = host
-        self._bucket_bytes = bucket_bytes
+        self._given_bucket_bytes = bucket_bytes
+        self.bucket_bytes = bucket_bytes or BUCKET_BYTES
         self._on_confirmed = on_confirmed or (lambda url, version: None)
         self._client = JsonClient(token)
         self._all = {url: WeightServer(url, self._client, limit_s=deadline_s) for url in self._urls}
@@ -79,12 +90,19 @@ class NcclBridge:
         """Those of the push under way."""
         self._group: TransferGroup | None = None
         self._shapes: dict[str, torch.Tensor] = {}
+        self._coming: dict[str, torch.Tensor] = {}
+        """Those of them that are sent."""
+        self._told = UpdateInfo.of({})
         self._aliases: dict[str, str] = {}
         self._unknown: str | None = None
         self._probe = probe
         self._confirmed: int | None = None
         self._pushes = 0
-        self._phase, self._tensor = "", ""
+        self.seconds: dict[str, float] = {}
+        """What each phase of the last push took. Of `update`: `gather` and `wait` by the trainer, `sent` until it had sent
+        everything; what is left is that the servers went on receiving.
+        """
+        self._phase, self._tensor, self._since = "", "", 0.0
         self._waiting: set[str] = set()
         self._paused = False
         self._wrong: set[str] = set()
@@ -119,6 +137,7 @@ class NcclBridge:
     # ── phases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _push(self, version: int) -> None:
+        self.seconds, self._phase = {}, ""
         weights = self._source.weights()
         verify = self._pushes % self._verify_every == 0
         self._wrong = set()
@@ -143,6 +162,7 @@ class NcclBridge:
         for url in self._urls:
             self._on_confirmed(url, version)
         await self._ask_all("resume", "POST", "/resume", version)
+        self._at("", ())
         self._paused = False
         if self._unknown is not None and self._probe is not None:
             probe = self._probe
@@ -169,18 +189,21 @@ class NcclBridge:
         # The trainer's order is the model's, and the engines' types are what they need.
         self._shapes = {name: shapes[0][name] for name in weights}
         self._aliases = _shared_aliases(weights, told, self._urls)
+        self._coming = {name: like for name, like in self._shapes.items() if name not in self._aliases}
+        self._told = UpdateInfo.of(self._coming)
         # Whoever pushed before may have ended in the middle of it.
         await self._each("meet", WeightServer.put_back, version)
         sizes = [answer["world_size"] for answer in await self._ask_all("meet", "GET", "/get_world_size", version)]
         on_gpus = all(one.device == "cuda" for one in told) and next(iter(weights.values())).device.type == "cuda"
         device = next(iter(weights.values())).device if on_gpus else torch.device("cpu")
+        self.bucket_bytes = self._given_bucket_bytes or (NCCL_BUCKET_BYTES if on_gpus else BUCKET_BYTES)
         listener = listen(self._host)
         info = partial(
             InitInfo,
             master_address=self._host,
             master_port=listener.getsockname()[1],
             world_size=1 + sum(sizes),
-            packed_buffer_size_bytes=self._bucket_bytes,
+            packed_buffer_size_bytes=self.bucket_bytes,
             backend="nccl" if on_gpus else "gloo",
             timeout_s=self._deadline_s,
         )
@@ -232,28 +255,29 @@ class NcclBridge:
         """Send all tensors, while every server receives them. Returns their checksums when asked to verify."""
         assert self._group is not None, "the servers are met before anything is sent"
         sums: dict[str, int] = {}
-        coming = {name: like for name, like in self._shapes.items() if name not in self._aliases}
+        told, spent, began = self._told, self.seconds, time.perf_counter()
         sending = partial(
             send,
             self._group,
             self._source,
-            coming,
-            bucket_bytes=self._bucket_bytes,
+            self._coming,
+            bucket_bytes=self.bucket_bytes,
             until=time.monotonic() + self._deadline_s,
             say=partial(setattr, self, "_tensor"),
             sums=sums if verify else None,
             signed_zeros=all(server.kind != "vllm" for server in self._servers.values()),
+            spent=spent,
         )
 
         async def to_all() -> None:
             try:
                 await in_thread(sending)
+                spent["sent"] = time.perf_counter() - began
             except TransferError as error:
                 await asyncio.sleep(REASON_S)
                 raise WeightSyncError(f"weight push {version} failed in update, at {self._tensor}: {error}") from error
 
         self._at("update", self._urls)
-        told = UpdateInfo.of(coming)
         async with TaskSet("the members of a weight push") as tasks:
             tasks.start(to_all(), "the sender")
             for url, server in self._servers.items():
@@ -306,7 +330,10 @@ class NcclBridge:
         return answer
 
     def _at(self, phase: str, urls: Sequence[str]) -> None:
-        self._phase, self._tensor, self._waiting = phase, "", set(urls)
+        now = time.perf_counter()
+        if self._phase:
+            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
+        self._phase, self._tensor, self._waiting, self._since = phase, "", set(urls), now
 
     async def _give_up(self) -> list[str]:
         """After a failure: leave the group, and resume the servers whose weights are right or who know that theirs are not.

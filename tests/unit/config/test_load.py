@@ -83,7 +83,7 @@ def test_a_section_with_nothing_below_it_is_a_section_of_defaults(write):
         (
             "engine: {zzz: 1}",
             "3: engine.zzz: unknown key, valid: deterministic, device, devices, dtype, extra_args, gpu_memory_utilization, "
-            "host, kind, max_batch_size, max_model_len, num_servers, port, start_deadline_s, tensor_parallel_size, urls",
+            "host, kind, max_batch_size, max_model_len, num_servers, port, sleep, start_deadline_s, tensor_parallel_size, urls",
         ),
         ("algorithm:\n  clip_low: 0.1", "4: algorithm.clip_low: unknown key, it belongs in the section algorithm.loss_options"),
         (

@@ -126,6 +126,9 @@ def test_the_environment_of_a_server():
     assert made["VLLM_SERVER_DEV_MODE"] == "1"
     assert made["POLYTURN_WEIGHT_LABEL"] == "3"
     assert made["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    resolved = recipe(engine={"gpu_memory_utilization": 0.9})
+    assert server_environment(resolved, {}, on_gpu=False, label="3")["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert "--gpu-memory-utilization" not in words_of(resolved, on_gpu=False)
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in made
     assert "VLLM_CPU_KVCACHE_SPACE" not in server_environment(recipe(), {}, on_gpu=True, label="3")
     adapters = recipe(model={"lora": {"rank": 4}})
