@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from polyturn.checkpoint.files import read_rest, read_state
 from polyturn.checkpoint.state import LoopState
-from polyturn.checkpoint.tree import join, split
+from polyturn.checkpoint.tree import join, paths_in, split
 from polyturn.errors import CheckpointError
 from polyturn.loop.build import Policy
 from polyturn.loop.resume import Resume
 from polyturn.models.adapters import pushed_weights
+from polyturn.trainer.optimizer_layouts import in_layout_of, masters_of
 from polyturn.trainer.random_state import restore_random_state
 from polyturn.trainer.trainer import Trainer
 
@@ -31,11 +32,11 @@ def with_weights(policy: Policy, resume: Resume | None) -> Policy:
         return policy
     fill_model(policy.model, resume)
     saved = _module(resume)
-    masters = saved.get("optimizer", {}).get("masters")
+    trained = list(join(saved["trained"], {}))
+    masters = masters_of(saved.get("optimizer", {}), trained)
     if masters is None:
         return replace(policy, exact=None)
-    copies = read_state(resume.folder, masters)
-    return replace(policy, exact=dict(zip(join(saved["trained"], {}), copies, strict=True)))
+    return replace(policy, exact=dict(zip(trained, read_state(resume.folder, masters), strict=True)))
 
 
 @torch.no_grad()
@@ -64,13 +65,67 @@ def restore_trainer(trainer: Trainer, resume: Resume | None) -> None:
         )
     live = trainer.state_to_fill()
     _refuse_other_weights(live["model"], saved["model"], resume)
-    if live["optimizer"].keys() != saved["optimizer"].keys():
+    optimizer, into = _optimizer_into(trainer, live["optimizer"], saved, resume)
+    rest = {**saved, "optimizer": {path: {"tensor": path} for path in into}}
+    own, _ = split({"modules": {POLICY: {"model": live["model"]}}})
+    state = read_state(resume.folder, rest, {**own, **into})
+    state["optimizer"] = _filled(optimizer, state["optimizer"])
+    trainer.go_on_from(state, counters=resume.load == "all")
+
+
+def _optimizer_into(
+    trainer: Trainer, live: Mapping[str, Any], saved: Mapping[str, Any], resume: Resume
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The saved state of the optimizer, laid out as this trainer's, with paths for tensors; and what each path is read into."""
+    dimensions = {
+        name: len(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves no shape of the whole but this one
+        for name, parameter in trainer.model.named_parameters()
+        if parameter.requires_grad
+    }
+    paths: dict[str, Any] = {path: _Path(path) for path in paths_in(saved["optimizer"])}
+    found = in_layout_of(live, join(saved["optimizer"], paths), dimensions, steps=saved["optimizer_step"])
+    into: dict[str, torch.Tensor] = {}
+    if found is None or found.keys() != live.keys() or not _pair(found, live, into):
         raise CheckpointError(
             f"{resume.folder} holds the state of another kind of optimizer (trainer.master_weights, "
             "trainer.offload_optimizer); set these as they were, or start from the weights with --resume PATH --load model"
         )
-    into, _ = split({"modules": {POLICY: live}})
-    trainer.go_on_from(read_state(resume.folder, saved, into), counters=resume.load == "all")
+    return found, into
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """Stands for the tensor of this path."""
+
+    path: str
+
+
+def _pair(saved: Any, live: Any, into: dict[str, torch.Tensor]) -> bool:
+    """Note the live tensor for each path that stands in its place. False where the two are of different kinds.
+
+    What never was stepped has kept nothing, and what is live has been.
+    """
+    if isinstance(saved, _Path):
+        into[saved.path] = live
+        return isinstance(live, torch.Tensor)
+    if isinstance(saved, Mapping):
+        same = isinstance(live, Mapping) and saved.keys() <= live.keys()
+        return same and all(_pair(value, live[key], into) for key, value in saved.items())
+    if isinstance(saved, list | tuple):
+        same = isinstance(live, list | tuple) and len(saved) == len(live)
+        return same and all(_pair(one, other, into) for one, other in zip(saved, live, strict=True))
+    return not isinstance(live, torch.Tensor)
+
+
+def _filled(value: Any, tensors: Mapping[str, Any]) -> Any:
+    """`value` with tensors for paths."""
+    if isinstance(value, _Path):
+        return tensors[value.path]
+    if isinstance(value, Mapping):
+        return {key: _filled(inner, tensors) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_filled(inner, tensors) for inner in value)
+    return value
 
 
 def restore_randomness(resume: Resume | None, rank: int) -> None:
