@@ -128,7 +128,7 @@ def tensor_parallel_copy(recipe: Recipe) -> Iterator[str]:
     if recipe.weight_sync.mode == "single_copy" and parts > 1:
         yield (
             f"weight_sync.mode=single_copy with engine.tensor_parallel_size={parts}: the trainer's weights would be the "
-            "engine's parts of them, and Polyturn has no tensor-parallel trainer yet; use weight_sync.mode=nccl and GPUs of "
+            "engine's parts of them, which a trainer's ranks can't be laid over yet; use weight_sync.mode=nccl and GPUs of "
             "the trainer's own"
         )
 

@@ -167,7 +167,7 @@ def test_a_push_that_can_not_be_had_is_refused_and_the_rest_is_planned():
         weight_sync={"mode": "single_copy"},
     )
     assert plan.refused[0].startswith("weight_sync.mode=single_copy")
-    assert "Polyturn has no tensor-parallel trainer yet" in plan.refused[1]
+    assert "which a trainer's ranks can't be laid over yet" in plan.refused[1]
     assert plan.recipe.weight_sync.mode == "nccl"
     assert plan.num_gpus == 4
 

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numerics.test_shared_prefixes import ALWAYS, everything
+from parts.models import tiny_model
 from parts.samples import make_sample, packed, random_samples
 from polyturn.trainer import attention
 from polyturn.trainer.context import Context, filled_up, own_part, own_tokens
-from polyturn.trainer.context_attention import by_samples, masked
+from polyturn.trainer.context_attention import CONTEXT_MASKED, attend_across, by_samples, masked
 from polyturn.trainer.row import RowTensors, to_tensors
 from polyturn.trajectories.pack import pack
 from polyturn.types import PackedRow
@@ -129,3 +130,15 @@ def test_a_tree_in_blocks_is_what_the_mask_says(size: int):
         module, states = states_of(part)
         wanted, found = (attend(module, *states, part, 0.3, None) for attend in (masked, by_samples))
         torch.testing.assert_close(found, wanted)
+
+
+def test_what_generates_attends_plainly():
+    model = tiny_model()
+    attend_across(model)
+    assert model.config._attn_implementation == CONTEXT_MASKED
+    ids = torch.arange(9)[None]
+    torch.testing.assert_close(
+        model(input_ids=ids, use_cache=False).logits, tiny_model()(input_ids=ids, use_cache=False).logits
+    )
+    attention.use_plain_attention(model)
+    assert model.config._attn_implementation == "sdpa"
