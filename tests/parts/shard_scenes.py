@@ -179,6 +179,8 @@ CUT_CASES: dict[str, dict[str, Any]] = {
     "compiled": {"settings": {"compiled": True}},
 }
 del CUT_CASES["a head of its own kind"]  # its attention is eager, which is refused
+for _weights_alone in ("loss token mean", "loss sequence mean", "loss cispo, token mis"):
+    del CUT_CASES[_weights_alone]  # their tokens' losses know nothing of others
 
 
 _HALF: dict[str, Any] = {"kernels": True, "dtype": torch.bfloat16, "settings": {"master_weights": "float32"}}
