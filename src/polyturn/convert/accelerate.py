@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from polyturn.convert.deepspeed import from_deepspeed
@@ -226,18 +227,20 @@ def _compiled(part: Part) -> None:
 
 
 def _mesh(mesh: Part, context: Context) -> None:
-    """Sizes of a mesh: copies x shards."""
+    """Sizes of a mesh: copies x shards x ranks that share rows x ranks that share layers."""
     prefix = "parallelism_config_"
-    copies, shards = (mesh.whole(f"{prefix}{name}") or 1 for name in ("dp_replicate_size", "dp_shard_size"))
-    if copies > 1 and shards > 1:
-        if copies * shards != context.ranks:
-            mesh.refuse(
-                f"{prefix}dp_shard_size", f"{copies} copies x {shards} shards are not {context.ranks} ranks; make them so"
-            )
-        else:
-            mesh.take(f"{prefix}dp_shard_size", "trainer.shard_ranks", shards, f"{copies} copies of the weights")
-    mesh.must_be_off(
-        (f"{prefix}tp_size", f"{prefix}cp_size", f"{prefix}sp_size"),
-        "set it to 1, and the recipe's own keys for it where there are some",
-    )
-    mesh.pass_over([f"{prefix}{name}" for name in _OTHER_MESHES], "there is no such parallelism to tune")
+    names = tuple(f"{prefix}{name}_size" for name in ("dp_replicate", "dp_shard", "cp", "tp"))
+    copies, shards, rows, layers = sizes = tuple(mesh.whole(name) or 1 for name in names)
+    given = [name for name, size in zip(names, sizes, strict=True) if size > 1]
+    if (rows > 1 or layers > 1 or (copies > 1 and shards > 1)) and math.prod(sizes) != context.ranks:
+        product = " x ".join(f"{size}" for size in sizes if size > 1)
+        mesh.refuse(given[-1], f"{product} are not {context.ranks} ranks; make the sizes of {prefix[:-1]} so")
+    else:
+        if copies > 1 and shards > 1:
+            mesh.take(names[1], "trainer.shard_ranks", shards * rows, f"{copies} copies of the weights")
+        if rows > 1:
+            mesh.take(names[2], "trainer.context_ranks", rows, "the tokens of a row are cut over them")
+        if layers > 1:
+            mesh.take(names[3], "trainer.tensor_ranks", layers, "heads and feed-forward width are cut over them")
+    mesh.must_be_off([f"{prefix}sp_size"], "set it to 1; parallelism_config_cp_size cuts long rows")
+    mesh.pass_over([f"{prefix}{name}" for name in _OTHER_MESHES], "keys and values are gathered in every layer")

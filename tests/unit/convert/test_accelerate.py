@@ -94,6 +94,26 @@ def test_what_differs_is_said(given):
     assert str(taken).startswith("acc.yaml:5: fsdp_config.fsdp_sharding_strategy: SHARD_GRAD_OP is trainer.parallel=fsdp2 (")
 
 
+def mesh(**sizes: int) -> str:
+    lines = (f"  parallelism_config_{name}_size: {size}\n" for name, size in sizes.items())
+    return "parallelism_config:\n" + "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"dp_replicate": 2, "dp_shard": 4}, {"trainer.shard_ranks": 4}),
+        ({"dp_shard": 8}, {}),
+        ({"dp_shard": 4, "cp": 2}, {"trainer.context_ranks": 2}),
+        ({"dp_replicate": 2, "dp_shard": 2, "cp": 2}, {"trainer.shard_ranks": 4, "trainer.context_ranks": 2}),
+        ({"dp_shard": 4, "tp": 2}, {"trainer.tensor_ranks": 2}),
+    ],
+)
+def test_the_sizes_of_a_mesh(given, sizes, expected):
+    found = keys(convert(given(fsdp("fsdp_version: 2", ranks=8) + mesh(**sizes))))
+    assert found == {"trainer.num_ranks": 8, "trainer.parallel": "fsdp2", **expected}
+
+
 DEEPSPEED = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
 MULTI = "distributed_type: MULTI_GPU\nnum_processes: 2\n"
 
@@ -130,7 +150,9 @@ def test_other_keys(given, text, expected):
         (MULTI + "gpu_ids: a,b\n", "numbers with commas"),
         (MULTI + "dynamo_backend: AOT_EAGER\n", "use INDUCTOR or NO"),
         (MULTI + "num_proceses: 3\n", r"did you mean num_processes\?"),
-        (MULTI + "parallelism_config:\n  parallelism_config_cp_size: 2\n", "nothing here does that; set it to 1"),
+        (MULTI + "parallelism_config:\n  parallelism_config_sp_size: 2\n", "nothing here does that"),
+        (MULTI + "parallelism_config:\n  parallelism_config_cp_size: 4\n", r"cp_size: 4: 4 are not 2 ranks; make the sizes"),
+        (fsdp() + mesh(dp_replicate=2, dp_shard=2, tp=2), r"tp_size: 2: 2 x 2 x 2 are not 4 ranks"),
         (fsdp("fsdp_offload_params: true"), "weights stay on the GPUs"),
         (fsdp("fsdp_version: 3"), "the versions 1 and 2"),
         (fsdp("fsdp_sharding_strategy: SHARD"), "no such value; did you mean"),
