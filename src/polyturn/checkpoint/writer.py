@@ -17,6 +17,8 @@ import sys
 import threading
 from typing import Any
 
+from polyturn.processes.leaving import leave
+
 _LENGTH_BYTES = 8
 _NICE = 5
 
@@ -88,3 +90,4 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 if __name__ == "__main__":
     main()
+    leave(0)

@@ -6,7 +6,6 @@ Nothing here or in a verb's module imports torch, pydantic or rich at the top: `
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import sys
@@ -32,6 +31,7 @@ from polyturn.cli import (
     warmstart,
 )
 from polyturn.errors import MissingDependencyError, PolyturnError
+from polyturn.processes.leaving import leave
 
 VERBS = (train, plan, launch, evaluate, export, rollout, replay, warmstart, checkpoint, memory_tier, env, data, convert, role)
 _OPTIONAL = {"torch": "train", "transformers": "train", "safetensors": "train"}
@@ -81,16 +81,7 @@ def entry() -> NoReturn:
     except Exception:
         traceback.print_exc()
         code = 1
-    threads = sys.modules.get("polyturn.processes.threads")  # imported by those who start some
-    tasks = sys.modules.get("polyturn.processes.tasks")
-    if (threads is not None and threads.still_running()) or (tasks is not None and tasks.left_behind()):
-        # Python ends such a thread when it comes back, in the middle of native code, and that aborts the process. A task that
-        # swallowed its cancellation would swallow the one by which Python collects it too, with a traceback.
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    leave(code)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -133,6 +134,9 @@ def export_model(
         save_adapters(model, target, state)
     else:
         whole = {} if state is None else {"state_dict": dict(state)}
+        if not torch.cuda.is_available():
+            # On its way transformers imports DeepSpeed where that is installed, which says aloud that it finds no GPU.
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
         model.save_pretrained(target, safe_serialization=True, max_shard_size=_SHARD, **whole)
     for name in _TOKENIZER_FILES:
         if (source / name).is_file() and source != target:
