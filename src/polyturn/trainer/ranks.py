@@ -7,6 +7,7 @@ collective that does not come about within its deadline is a RankError that says
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import json
 import threading
@@ -31,6 +32,8 @@ _KEY = "trainer.collective_deadline_s"
 _WORDS_PER_DEADLINE = 4
 _SPEAK_S = 10.0
 """At least so often: a rank that died is noticed by it too."""
+_SILENT_S = 2.0
+"""What a word under way may take at the end of a process."""
 
 
 class Ranks(Protocol):
@@ -113,6 +116,7 @@ class ProcessRanks:
         self._ended = threading.Event()
         if self.rank == 0:
             threading.Thread(target=self._keep_speaking, name="keeps the ranks waiting", daemon=True).start()
+            atexit.register(self._fall_silent)
 
     @classmethod
     def join(
@@ -140,6 +144,7 @@ class ProcessRanks:
 
     def leave(self) -> None:
         """See `Ranks.leave`."""
+        atexit.unregister(self._fall_silent)
         self._ended.set()
         self._roll.stop()
         with self._speaking:  # the group must not end under a word that is being said
@@ -240,6 +245,12 @@ class ProcessRanks:
         if len(data):
             dist.recv(data, 0, group=self._group)
         return bytes(data.numpy())
+
+    def _fall_silent(self) -> None:
+        """At the end of a process that did not `leave`: a thread must not be in the middle of a word then."""
+        self._ended.set()
+        if self._speaking.acquire(timeout=_SILENT_S):
+            self._speaking.release()
 
     def _keep_speaking(self) -> None:
         while not self._ended.wait(min(_SPEAK_S, self._deadline_s / _WORDS_PER_DEADLINE)):

@@ -6,6 +6,7 @@ their machine. When the store itself is gone, so is the rank or the agent that k
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 import socket
@@ -35,11 +36,15 @@ class RollCall:
         self._store.set(f"host/{rank}", f"{socket.gethostname()}, process {os.getpid()}")
         self._beats = 0
         self._beat()
-        threading.Thread(target=self._run, name="roll call", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="roll call", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)  # Python ends a thread that is in the store then, and C++ aborts the process for that
 
     def stop(self) -> None:
-        """Count no more."""
+        """Count no more, from when this returns."""
+        atexit.unregister(self.stop)
         self._stopped.set()
+        self._thread.join(2 * _STORE_S)
 
     def missing(self) -> list[str]:
         """The ranks that don't count any more, each with its machine and process. Takes a few seconds."""

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from parts.runs import child_environment
+from parts.runs import child_environment, run_python
 
 pytestmark = pytest.mark.real
 
@@ -63,3 +63,22 @@ def test_a_rank_that_hangs_is_noticed_within_the_deadline():
 def test_a_driver_that_hangs_is_noticed_by_those_who_wait_for_its_word():
     (said,) = play("silent_driver", 2, waited_for=(1,))
     assert said.startswith("RankError: waited for the driver's next word (rank 1 of 2)")
+
+
+ENDS = """
+import sys
+from polyturn.trainer import ranks, roll_call
+roll_call._BEAT_S = 0.0  # always in the middle of a beat
+ranks._SPEAK_S = 0.0
+ranks.ProcessRanks.join(deadline_s=60, start_deadline_s=60)
+sys.exit(4)
+"""
+
+
+def test_a_process_that_ends_without_leaving_is_not_aborted_by_what_its_threads_say():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for _ in range(3):
+        assert run_python(ENDS, timeout_s=120, **place).code == 4
