@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -31,7 +31,7 @@ def tensors_of(state: dict[str, Any]) -> list[torch.Tensor]:
     return [one for tensors in state.values() for one in tensors.values()]
 
 
-class Way:
+class Way(Protocol):
     """`save` returns when training may go on; what it returns waits, and gives the seconds until it was durable, by tier."""
 
     name = ""
@@ -40,7 +40,6 @@ class Way:
 
     def save(self, step: int) -> Callable[[], dict[str, float]]:
         """Save."""
-        raise NotImplementedError
 
     def end(self) -> None:
         """Give back the memory that saving takes."""

@@ -59,7 +59,25 @@ class Layout(Protocol):
         """Do to the KL reference what was done to the policy."""
 
 
-class Replicated:
+class _InPlace:
+    """What is the same for whole tensors and for DTensors, which torch lets one treat alike."""
+
+    _model: torch.nn.Module
+
+    def weights(self) -> dict[str, Tensor]:
+        """See `Layout.weights`."""
+        return pushed_weights(self._model)
+
+    def overwrite(self, weights: Mapping[str, Tensor]) -> None:
+        """See `Layout.overwrite`: of tensors that are cut like its own."""
+        overwrite(self.weights(), weights)
+
+    def to_fill(self, optimizer: PolicyOptimizer, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """See `Layout.to_fill`: the live tensors."""
+        return _filled_in_place(optimizer, state)
+
+
+class Replicated(_InPlace):
     """Every rank holds the whole policy. Ranks meet once an optimizer step, to sum their gradients, and those that share rows
     in every layer.
     """
@@ -89,18 +107,6 @@ class Replicated:
         self._ranks.sum_in_place(gradients, what)
         return clip(gradients, longest)
 
-    def weights(self) -> dict[str, Tensor]:
-        """See `Layout.weights`."""
-        return pushed_weights(self._model)
-
-    def overwrite(self, weights: Mapping[str, Tensor]) -> None:
-        """See `Layout.overwrite`."""
-        overwrite(self.weights(), weights)
-
-    def to_fill(self, optimizer: PolicyOptimizer, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """See `Layout.to_fill`: the live tensors."""
-        return _filled_in_place(optimizer, state)
-
     def cut_reference(self, model: torch.nn.Module) -> None:
         """See `Layout.cut_reference`: nothing."""
 
@@ -110,7 +116,7 @@ class Replicated:
         return {name: state[name] for name in names}
 
 
-class Sharded:
+class Sharded(_InPlace):
     """Every rank holds a shard of each weight, gradient and average, or of those of its copy where there are several copies.
 
     Weights come together layer by layer in every pass. Gradients do so at the last row of an optimizer step; until then a rank
@@ -162,18 +168,6 @@ class Sharded:
         tensor = self._tensor
         assert tensor is not None
         shard(model, self.mesh, cut=lambda layer, name: plan.cut(layer, name, tensor), **options)
-
-    def weights(self) -> dict[str, Tensor]:
-        """See `Layout.weights`."""
-        return pushed_weights(self._model)
-
-    def overwrite(self, weights: Mapping[str, Tensor]) -> None:
-        """See `Layout.overwrite`: of tensors that are cut like its own."""
-        overwrite(self.weights(), weights)
-
-    def to_fill(self, optimizer: PolicyOptimizer, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """See `Layout.to_fill`: the live shards."""
-        return _filled_in_place(optimizer, state)
 
     def cut_reference(self, model: torch.nn.Module) -> None:
         """See `Layout.cut_reference`."""

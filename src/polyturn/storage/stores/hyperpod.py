@@ -17,9 +17,9 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from polyturn.errors import ConfigError, StorageError
-from polyturn.storage.checksums import hash_bytes, hash_file, hasher
-from polyturn.storage.progress import CHUNK_BYTES, tick
+from polyturn.storage.checksums import hash_bytes, hash_file
 from polyturn.storage.stores.base import Entry, MissingKeyError
+from polyturn.storage.stores.daemon import answer_of, pieces
 from polyturn.storage.stores.local import write_pieces
 from polyturn.storage.stores.sagemaker_names import DATA, MANIFEST, METADATA, SHARDS, STATE, Part, part_of, stored_names
 from polyturn.storage.stores.section import Section
@@ -65,13 +65,7 @@ class HyperPodStore:
     def chunks(self, key: str) -> Iterator[bytes]:
         """Content in pieces. Raises StorageError at the end when it did not arrive as it was."""
         with self._answer("GET", _path(_part(key)), key) as answer:
-            found = hasher()
-            while piece := answer.read(CHUNK_BYTES):
-                found.update(piece)
-                tick(len(piece))
-                yield piece
-            if answer.length or _checksum(answer.headers.get(_META)) != found.hexdigest():
-                raise StorageError(f"{self.url}: {key} did not arrive as it was sent")
+            yield from pieces(self.url, answer, key, _checksum(answer.headers.get(_META)))
 
     def list(self, prefix: str) -> list[Entry]:
         """Files by prefix, of one run: of a step that is named, or of all that are complete in one of the namespaces."""
@@ -162,22 +156,16 @@ class HyperPodStore:
         self, method: str, path: str, key: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> Iterator[http.client.HTTPResponse]:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._wait_s, blocksize=1 << 20)
-        try:
-            connection.request(method, path, body, dict(headers or {}))
-            answer = connection.getresponse()
-            if answer.status == 404:
-                raise MissingKeyError(f"{self.url}: there is no {key}")
-            if not 200 <= answer.status < 300:
-                said = answer.read(2000).decode("utf-8", "replace").strip()
-                raise StorageError(f"{self.url}: {key} failed: {said or answer.reason}")
-            tick(0)
+        with answer_of(self.url, connection, method, path, key, body, headers or {}, self._refusal) as answer:
             yield answer
-        except (OSError, http.client.HTTPException) as error:
-            raise StorageError(
-                f"{self.url}: {key} failed: {str(error) or type(error).__name__}; is the daemon running there?"
-            ) from error
-        finally:
-            connection.close()
+
+    def _refusal(self, answer: http.client.HTTPResponse, key: str) -> StorageError | None:
+        if answer.status == 404:
+            return MissingKeyError(f"{self.url}: there is no {key}")
+        if not 200 <= answer.status < 300:
+            said = answer.read(2000).decode("utf-8", "replace").strip()
+            return StorageError(f"{self.url}: {key} failed: {said or answer.reason}")
+        return None
 
 
 def _part(key: str) -> Part:

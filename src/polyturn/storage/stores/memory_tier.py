@@ -11,9 +11,9 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from polyturn.errors import ConfigError, StorageError
-from polyturn.storage.checksums import hash_bytes, hash_file, hasher
-from polyturn.storage.progress import CHUNK_BYTES, tick
+from polyturn.storage.checksums import hash_bytes, hash_file
 from polyturn.storage.stores.base import AccessError, Entry, MissingKeyError, check_key
+from polyturn.storage.stores.daemon import answer_of, pieces
 from polyturn.storage.stores.local import write_pieces
 from polyturn.storage.stores.section import Section
 
@@ -67,13 +67,7 @@ class MemoryTierStore:
     def chunks(self, key: str) -> Iterator[bytes]:
         """Content in pieces. Raises StorageError at the end when it did not arrive as it was."""
         with self._answer("GET", _file_path(key), key) as answer:
-            found = hasher()
-            while piece := answer.read(CHUNK_BYTES):
-                found.update(piece)
-                tick(len(piece))
-                yield piece
-            if answer.length or answer.headers.get(CHECKSUM) != found.hexdigest():
-                raise StorageError(f"{self.url}: {key} did not arrive as it was sent")
+            yield from pieces(self.url, answer, key, answer.headers.get(CHECKSUM))
 
     def list(self, prefix: str) -> list[Entry]:
         """Files by prefix."""
@@ -115,20 +109,13 @@ class MemoryTierStore:
         self, method: str, path: str, key: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> Iterator[http.client.HTTPResponse]:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._wait_s, blocksize=1 << 20)
-        try:
-            connection.request(method, path, body, {**self._headers, **(headers or {})})
-            answer = connection.getresponse()
-            if answer.status != 200:
-                raise self._refusal(answer, key)
-            tick(0)
+        given = {**self._headers, **(headers or {})}
+        with answer_of(self.url, connection, method, path, key, body, given, self._refusal) as answer:
             yield answer
-        except (OSError, http.client.HTTPException) as error:
-            said = str(error) or type(error).__name__
-            raise StorageError(f"{self.url}: {key} failed: {said}; is the daemon running there?") from error
-        finally:
-            connection.close()
 
-    def _refusal(self, answer: http.client.HTTPResponse, key: str) -> StorageError:
+    def _refusal(self, answer: http.client.HTTPResponse, key: str) -> StorageError | None:
+        if answer.status == 200:
+            return None
         said = answer.read(2000).decode("utf-8", "replace").strip()
         if answer.status == 404:
             return MissingKeyError(f"{self.url}: there is no file {key}")
