@@ -16,7 +16,7 @@ pytestmark = pytest.mark.real  # the quick tests do without peft
 
 FAST = ["rollout.groups_per_step=4", "evaluation.episodes=4", "trainer.learning_rate=0.02", "model.lora.rank=4"]
 # One colour, to be said exactly in both of two turns: one in 256 by chance.
-LEARN = ["run.steps=25", "rollout.group_size=8", "rollout.groups_per_step=8", "trainer.learning_rate=0.01"]
+LEARN = ["run.steps=25", "rollout.group_size=16", "rollout.groups_per_step=8", "trainer.learning_rate=0.01"]
 LEARN += ["environment.args.colours=1", "environment.args.held_out=32", "evaluation.episodes=32", "model.lora={rank: 16}"]
 LEARN += ["evaluation.modes=[sampled, greedy]"]
 
@@ -33,7 +33,7 @@ def test_adapters_learn_and_what_is_exported_is_what_was_evaluated(bench, sharp_
     assert ended.code == 0, ended.err
     before, after = (line["eval/success"] for line in ended.metrics if "eval/success" in line)
     assert before < 0.1
-    assert after > 0.8, "measured over two seeds: 0.97 and 1 after 40 steps"
+    assert after > 0.8, "measured over 24 seeds: 0.97 to 1"
     export = ended.folder / "export"
     files = {path.name: path.stat().st_size for path in export.iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "chat_template.jinja"} <= files.keys()

@@ -9,8 +9,9 @@ import pytest
 from polyturn.advantages.base import GroupAdvantages
 from polyturn.advantages.turn_rtg import TurnRtg
 
-# One colour, to be said exactly in both of two turns: one in 256 by chance. Forty steps of 64 trajectories.
-WORDS = ["run.steps=40", "rollout.group_size=8", "rollout.groups_per_step=8", "trainer.learning_rate=0.01"]
+# One colour, to be said exactly in both of two turns: one in 256 by chance. Thirty steps of 128 trajectories. In groups of 8
+# one seed of 60 forgets how to end its reply before it has learned to: equal siblings, no advantage, reward 0.4 for ever.
+WORDS = ["run.steps=30", "rollout.group_size=16", "rollout.groups_per_step=8", "trainer.learning_rate=0.01"]
 WORDS += ["environment.args.colours=1", "environment.args.held_out=32", "evaluation.episodes=32"]
 
 
@@ -25,7 +26,7 @@ def successes(ended: Any) -> tuple[float, float]:
 def test_training_learns_what_is_rewarded(bench, loss):
     before, after = successes(bench("train", f"algorithm.loss={loss}", *WORDS))
     assert before < 0.1
-    assert after > 0.8, "measured over six seeds: 0.84 to 1 after 25 steps"
+    assert after > 0.8, "measured over 40 seeds: 0.96 to 1"
 
 
 @pytest.mark.real
