@@ -28,9 +28,11 @@ from polyturn.errors import ModelError, RankError
 from polyturn.models.adapters import add_adapters
 from polyturn.trainer.attention import use_attention
 from polyturn.trainer.context_attention import CONTEXT_MASKED, CONTEXT_VARLEN
+from polyturn.trainer.cut_copies import CutOptimizer
 from polyturn.trainer.masters import MasterOptimizer
 from polyturn.trainer.ranks import ProcessRanks
 from polyturn.trainer.settings import TrainerSettings
+from polyturn.trainer.shard_optimizer import local_part
 from polyturn.trainer.trainer import Trainer
 from polyturn.trajectories.pack import pack
 from polyturn.types import TrainBatch
@@ -85,6 +87,9 @@ def trained(
                 pass
     else:
         _serve(trainer)
+    if isinstance(trainer.optimizer, CutOptimizer) and settings.master_weights == "float32":
+        kept = trainer.optimizer.state_dict()["parameters"]
+        weights = whole({name: values["master"] for name, values in kept.items()})
     return numbers, weights, trainer
 
 
@@ -222,13 +227,13 @@ LAYER_CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def layers(ranks: ProcessRanks, tensor_ranks: str, only: Sequence[str] = ()) -> dict[str, Any]:
+def layers(ranks: ProcessRanks, parallel: str, tensor_ranks: str, only: Sequence[str] = ()) -> dict[str, Any]:
     """Gaps to one rank where each layer is cut over so many ranks, by case; and to the copies of what is on all of them."""
     found = {}
     for name in only or LAYER_CASES:
         case = LAYER_CASES[name]
-        many, weights, trainer = trained(case, ranks, parallel="fsdp2", tensor_ranks=int(tensor_ranks))
-        own = {key: parameter.to_local().double() for key, parameter in trainer.model.named_parameters()}
+        many, weights, trainer = trained(case, ranks, parallel=parallel, tensor_ranks=int(tensor_ranks))
+        own = {key: local_part(parameter).double() for key, parameter in trainer.model.named_parameters()}
         copies = {key: float(own[key].sum()) for key in own if key.endswith("norm.weight") or "embed" in key}
         noted = ranks.gather(copies, "copies")
         size = int(tensor_ranks)
@@ -366,10 +371,11 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def resumed(ranks: ProcessRanks, tensor_ranks: str = "1") -> dict[str, Any]:
+def resumed(ranks: ProcessRanks, parallel: str, tensor_ranks: str) -> dict[str, Any]:
     """Two steps, or one, a saved state, another trainer and one more: equal to the bit. And what the state looks like."""
     found: dict[str, Any] = {}
-    cut: dict[str, Any] = {"parallel": "fsdp2", "tensor_ranks": int(tensor_ranks)}
+    whole_model = tiny_model()
+    cut: dict[str, Any] = {"parallel": parallel, "tensor_ranks": int(tensor_ranks)}
     for name, mode in MODES.items():
         whole = trained({**mode, "steps": [batches()] * 2}, ranks, **cut)[2]
         half = trained({**mode, "steps": [batches()]}, ranks, **cut)[2]
@@ -385,39 +391,46 @@ def resumed(ranks: ProcessRanks, tensor_ranks: str = "1") -> dict[str, Any]:
         else:
             _serve(later)
         shards = [dict(one.model.named_parameters()) for one in (whole, later)]
-        first = next(iter(shards[0]))
-        kept = state["parameters"][first]
+        shapes = {key: tensor.shape for key, tensor in whole_model.named_parameters()}
+        kept = state["parameters"]
         found[name] = {
-            "equal": all(torch.equal(shards[0][key].to_local(), shards[1][key].to_local()) for key in shards[0]),
-            "kept": sorted(kept),
-            "whole shapes": all(v.shape == shards[0][first].shape for v in kept.values() if v.ndim),
+            "equal": all(torch.equal(local_part(shards[0][key]), local_part(shards[1][key])) for key in shards[0]),
+            "kept": sorted(kept[next(iter(kept))]),
+            "whole shapes": all(v.shape == shapes[key] for key in shapes for v in kept[key].values() if v.ndim),
             "held": later.optimizer.held().device.total,
         }
     return found
 
 
-def loaded(ranks: ProcessRanks, tensor_ranks: str) -> dict[str, Any]:
+def loaded(ranks: ProcessRanks, parallel: str, tensor_ranks: str) -> dict[str, Any]:
     """A state that ranks of cut layers saved as files, read by such ranks and by ranks of whole layers: equal to the bit."""
-    folder = Path(ranks.gather(tempfile.mkdtemp() if ranks.rank == 0 else "", "a folder")[0])
-    mode = MODES["masters"]
-    before = trained({**mode, "steps": [batches()] * 2}, ranks, parallel="fsdp2", tensor_ranks=int(tensor_ranks))[2]
-    if ranks.rank == 0:
-        write_files(folder, *split(before.save(lambda state, _: whole(state))))
-        with ranks.tell("end"):
-            pass
-    else:
-        _serve(before)
+    own, whole_layers, copies = (parallel, tensor_ranks), ("fsdp2", "1"), ("ddp", tensor_ranks)
     found: dict[str, Any] = {}
-    for other in (tensor_ranks, "1"):
-        settings = trainer_settings(parallel="fsdp2", tensor_ranks=int(other), **mode["settings"])
-        trainer = Trainer(tiny_model(seed=3).bfloat16(), settings, ranks=ranks)
-        into, _ = split(trainer.state_to_fill())
-        trainer.go_on_from(read_state(folder, read_rest(folder), into))
-        states = [dict(split(whole(one.state()))[0]) for one in (before, trainer)]
-        found[other] = states[0].keys() == states[1].keys() and all(
-            torch.equal(states[0][key], states[1][key]) for key in states[0]
-        )
-        found[f"{other}, tensors"] = len(states[0])
+    # Of bfloat16 weights, FSDP2 saves the masters in their place.
+    for name, readers in (
+        ("adamw", (own, whole_layers, copies)),
+        ("masters", (own, whole_layers if parallel == "fsdp2" else own)),
+    ):
+        folder = Path(ranks.gather(tempfile.mkdtemp() if ranks.rank == 0 else "", "a folder")[0])
+        mode = MODES[name]
+        before = trained({**mode, "steps": [batches()] * 2}, ranks, parallel=parallel, tensor_ranks=int(tensor_ranks))[2]
+        if ranks.rank == 0:
+            write_files(folder, *split(before.save(lambda state, _: whole(state))))
+            with ranks.tell("end"):
+                pass
+        else:
+            _serve(before)
+        for kind, size in readers:
+            settings = trainer_settings(parallel=kind, tensor_ranks=int(size), **mode["settings"])
+            model = tiny_model(seed=3).to(mode.get("dtype", torch.float32))
+            trainer = Trainer(model, settings, ranks=ranks)
+            into, _ = split(trainer.state_to_fill())
+            trainer.go_on_from(read_state(folder, read_rest(folder), into))
+            states = [dict(split(whole(one.state()))[0]) for one in (before, trainer)]
+            found[f"{name}, {kind}, {size}"] = states[0].keys() == states[1].keys() and all(
+                torch.equal(states[0][key], states[1][key]) for key in states[0]
+            )
+            found[f"{name}, tensors"] = len(states[0])
     return found
 
 

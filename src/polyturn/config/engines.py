@@ -153,22 +153,23 @@ def no_single_copy(recipe: Recipe) -> str | None:
     engine, trainer, every = recipe.engine, recipe.trainer, recipe.weight_sync.every_steps
     if engine.urls:
         return "engine.urls are servers of others, which keep their memory to themselves; use nccl"
-    if engine.tensor_parallel_size > 1:
-        return (
-            f"the trainer's weights would be the parts that engine.tensor_parallel_size={engine.tensor_parallel_size} cuts "
-            "them into, and its layers compute with whole ones; use nccl, or engine.tensor_parallel_size=1"
-        )
     if trainer.parallel not in ("auto", "single", "ddp"):
         return (
             f"trainer.parallel={trainer.parallel} cuts every weight into shards of its own, which can't be views of a server's "
-            "tensors, neither whole nor cut for tensor parallelism; use nccl"
+            "tensors; use nccl, or trainer.parallel=ddp"
         )
-    if trainer.tensor_ranks > 1:
-        return f"trainer.tensor_ranks={trainer.tensor_ranks} cuts the weights, and the server's are whole; use nccl"
-    if trainer.num_ranks != engine.num_servers:
+    if trainer.tensor_ranks != engine.tensor_parallel_size:
         return (
-            f"every rank shares with a server of its own, and there are trainer.num_ranks={trainer.num_ranks} and "
-            f"engine.num_servers={engine.num_servers}; use nccl, or as many of both"
+            "rank and server must have the same of every layer, and they are cut over "
+            f"trainer.tensor_ranks={trainer.tensor_ranks} and engine.tensor_parallel_size={engine.tensor_parallel_size}; use "
+            "nccl, or the same for both"
+        )
+    workers = engine.num_servers * engine.tensor_parallel_size
+    if trainer.num_ranks != workers:
+        servers = "engine.num_servers" + (" x engine.tensor_parallel_size" if engine.tensor_parallel_size > 1 else "")
+        return (
+            f"every rank shares with a server of its own, or with a part of one, and there are "
+            f"trainer.num_ranks={trainer.num_ranks} and {servers}={workers}; use nccl, or as many of both"
         )
     if engine.dtype not in ("auto", recipe.model.dtype):
         return f"the engine has weights of another type, engine.dtype={engine.dtype}; use nccl, or engine.dtype=auto"

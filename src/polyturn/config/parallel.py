@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from polyturn.config.schema import Recipe, with_values
 from polyturn.errors import ConfigError
@@ -13,12 +14,7 @@ def parallel(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str
     trainer = recipe.trainer
     ranks, chosen = trainer.num_ranks, trainer.parallel
     if chosen == "auto":
-        chosen = "single" if ranks == 1 else "fsdp2" if trainer.tensor_ranks > 1 else "ddp"
-        reasons["trainer.parallel"] = {
-            "single": "one rank",
-            "ddp": f"{ranks} ranks, each with the whole weights",
-            "fsdp2": "layers that are cut over ranks are shards",
-        }[chosen]
+        chosen, reasons["trainer.parallel"] = _fitting(recipe)
     for key, what in (("context_ranks", "a row"), ("tensor_ranks", "a layer")):
         size = getattr(trainer, key)
         if size > ranks:
@@ -36,12 +32,24 @@ def parallel(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str
     problems = [
         *(_shard_refusals(recipe, chosen) if cut else _whole_refusals(recipe, chosen)),
         *_context_refusals(recipe),
-        *_tensor_refusals(recipe),
+        *_tensor_refusals(recipe, chosen),
         *(_deepspeed_refusals(recipe) if chosen == "deepspeed" else ()),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
     return with_values(recipe, "trainer", parallel=chosen)
+
+
+def _fitting(recipe: Recipe) -> tuple[Literal["single", "ddp", "fsdp2"], str]:
+    """What `auto` comes to, and why."""
+    trainer = recipe.trainer
+    if trainer.num_ranks == 1:
+        return "single", "one rank"
+    if trainer.tensor_ranks == 1:
+        return "ddp", f"{trainer.num_ranks} ranks, each with the whole weights"
+    if recipe.weight_sync.mode == "single_copy":
+        return "ddp", "layers that are cut as the engine cuts its own are one copy with those (weight_sync.mode=single_copy)"
+    return "fsdp2", "layers that are cut over ranks are shards"
 
 
 def _context_refusals(recipe: Recipe) -> Iterator[str]:
@@ -59,7 +67,7 @@ def _context_refusals(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _tensor_refusals(recipe: Recipe) -> Iterator[str]:
+def _tensor_refusals(recipe: Recipe, chosen: str) -> Iterator[str]:
     trainer = recipe.trainer
     size = trainer.tensor_ranks
     if size == 1:
@@ -76,6 +84,19 @@ def _tensor_refusals(recipe: Recipe) -> Iterator[str]:
         yield f"{layers} trainer.shard_ranks={trainer.shard_ranks}: there is one copy of cut layers; leave it out"
     if recipe.model.lora is not None:
         yield f"{layers} model.lora: adapters are not cut with their layers; use trainer.tensor_ranks=1"
+    if chosen != "ddp":
+        return
+    if recipe.engine.kind in ("hf", "vllm"):
+        yield (
+            f"{layers} engine.kind={recipe.engine.kind}: such an engine is in the driver's process, which has a part of each "
+            "layer; use engine.kind=hf_server or vllm_server"
+        )
+    if recipe.weight_sync.mode == "restart":
+        yield f"{layers} weight_sync.mode=restart: the weights are not whole in one process; use nccl or single_copy"
+    if trainer.optimizer == "adamw_8bit":
+        yield f"{layers} trainer.optimizer=adamw_8bit: its averages share scales across what ranks have apart; use adamw"
+    if recipe.model.quantize is not None:
+        yield f"{layers} model.quantize={recipe.model.quantize}: packed weights can't be cut; use trainer.tensor_ranks=1"
 
 
 def _divisors(ranks: int) -> str:
@@ -85,7 +106,7 @@ def _divisors(ranks: int) -> str:
 
 def _whole_refusals(recipe: Recipe, chosen: str) -> Iterator[str]:
     """Settings of shards where there are none."""
-    for key, default in (("shard_ranks", None), ("sync_every_row", False), ("tensor_ranks", 1)):
+    for key, default in (("shard_ranks", None), ("sync_every_row", False)):
         value = getattr(recipe.trainer, key)
         if value != default:
             yield f"trainer.{key}={str(value).lower()} with trainer.parallel={chosen}: there are no shards; use fsdp2"

@@ -347,7 +347,8 @@ class TrainerSection(Section):
     context_ranks: int = Field(default=1, gt=0)
     """Ranks that the tokens of each row are cut over, for rows too long for one GPU; it divides `num_ranks`."""
     tensor_ranks: int = Field(default=1, gt=0)
-    """With `fsdp2`: ranks that heads and feed-forward width of each layer are cut over; it divides `num_ranks`."""
+    """With `fsdp2` or `ddp`: ranks that heads and feed-forward width of each layer are cut over; it divides `num_ranks`.
+    With `ddp` nothing else is cut: the trainer and servers with as many parts can hold one copy (`single_copy`)."""
     sync_every_row: bool = False
     """With `fsdp2`: sum gradients after each row, not once an optimizer step; holds no whole gradients, and sends more."""
     devices: tuple[int, ...] | None = Field(default=None, strict=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -97,16 +98,25 @@ def server_environment(recipe: Recipe, environ: Mapping[str, str], *, on_gpu: bo
                 else "weights are pushed through its routes"
             )
             raise ConfigError(f"{name}={environ[name]} in the environment, and Polyturn needs {value}: {why}; unset it")
+    parts = recipe.engine.tensor_parallel_size
     usual = {
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # the model is a folder here
         # A share of a GPU says nothing about a CPU's memory, of which vLLM would take that share.
         **({} if on_gpu else {"VLLM_CPU_KVCACHE_SPACE": "1"}),
+        # vLLM gives each part of a server a memory node of its own, and most machines have one.
+        **({} if on_gpu or parts == 1 else {"VLLM_CPU_OMP_THREADS_BIND": "|".join(_cores_of_parts(parts))}),
     }
     chosen = {name: environ.get(name, value) for name, value in usual.items()} | _FIXED | {WEIGHT_LABEL: label}
     if recipe.model.lora is not None:
         chosen["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     return chosen
+
+
+def _cores_of_parts(parts: int) -> list[str]:
+    """The cores of this process, dealt out to the parts of a server; parts that get none have the same as others."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    return [",".join(map(str, cores[part::parts] or cores[part % len(cores) :][:1])) for part in range(parts)]
 
 
 def refuse_arguments(recipe: Recipe, environ: Mapping[str, str], *, on_gpu: bool, elsewhere: bool = False) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyturn.engine.vllm_tensors import derives, held_tensors, not_covered
+from polyturn.engine.vllm_tensors import derives, not_covered, own_parts
 from polyturn.errors import WeightSyncError
 from polyturn.weight_sync.base import named
 from polyturn.weight_sync.shared_tensors import CudaBlock, MemoryBlock, SharedTensors, move_to_shared_memory, uuid_of
@@ -28,12 +28,16 @@ class WorkerShare:
 
     @torch.no_grad()
     def share(self) -> SharedTensors:
-        """All of the model's weights by checkpoint name. Raises WeightSyncError for what can't be one copy with another's."""
+        """All that this worker has of the model's weights, by checkpoint name.
+
+        Raises WeightSyncError for what can't be one copy with another's.
+        """
         self._refuse()
         if self._device.type == "cpu" and self._moved is None:
             self._moved = move_to_shared_memory(list(self._model.parameters()))
-        tensors = dict(held_tensors(self._model))
-        shared = SharedTensors.of(tensors, self._blocks(tensors), None if self._moved else uuid_of(self._device))
+        tensors, first_rows = own_parts(self._model)
+        gpu = None if self._moved else uuid_of(self._device)
+        shared = SharedTensors.of(tensors, self._blocks(tensors), gpu, first_rows)
         self.identity = shared.identity
         return shared
 
@@ -67,7 +71,8 @@ class WorkerShare:
                 f"there can't be one copy of them: {named(derived)}; use weight_sync.mode=restart, or nccl with a GPU for each"
             )
         own = {parameter.untyped_storage().data_ptr() for parameter in self._model.parameters()}
-        apart = [name for name, tensor in held_tensors(self._model) if tensor.untyped_storage().data_ptr() not in own]
+        parts, _ = own_parts(self._model)
+        apart = [name for name, tensor in parts.items() if tensor.untyped_storage().data_ptr() not in own]
         if apart:
             raise WeightSyncError(
                 f"vLLM keeps {len(apart)} tensors in a form of its own, so there can't be one copy of them: {named(apart)}; "

@@ -9,7 +9,8 @@ numbers than its parameter shows, such as a tied head whose packed copy is of ol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
@@ -19,8 +20,20 @@ _PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "PlainLinear"
 """Ways to compute of vLLM, and two of ours, that leave parameters as they were loaded; on CPUs `cpu_linear` says otherwise."""
 
 
-Entry: TypeAlias = "tuple[str, tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]"
-"""Name, whole shape, type, and a call that reads it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A tensor of a checkpoint, as a worker has it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole."""
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+    """The whole; a collective of the tensor-parallel ranks where it is cut."""
+    part: Callable[[], torch.Tensor]
+    """What this rank has of it. Raises UnknownLayerError where others have the same part."""
+    first_row: int | None = None
+    """Where the part begins, of one that is cut by the vocabulary, in which ranks may have unequal parts."""
 
 
 class UnknownLayerError(RuntimeError):
@@ -32,13 +45,23 @@ def described_tensors(model: Any) -> dict[str, torch.Tensor]:
 
     Raises UnknownLayerError for a layer that `held_tensors` can't undo either.
     """
-    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype, _ in _walk(model)}
+    return {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in _walk(model)}
 
 
 def held_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole tensors by checkpoint name, one module at a time. A collective of the tensor-parallel ranks."""
-    for name, _, _, read in _walk(model):
-        yield name, read()
+    for entry in _walk(model):
+        yield entry.name, entry.read()
+
+
+def own_parts(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """What this rank has of every tensor, by checkpoint name, and the first rows of those that are cut by the vocabulary."""
+    parts, first_rows = dict[str, torch.Tensor](), dict[str, int]()
+    for entry in _walk(model):
+        parts[entry.name] = entry.part()
+        if entry.first_row is not None and len(parts[entry.name]) < entry.shape[0]:
+            first_rows[entry.name] = entry.first_row
+    return parts, first_rows
 
 
 def plain_tensors(model: Any) -> dict[str, torch.Tensor] | None:
@@ -82,7 +105,7 @@ def adapter_tensors(adapters: Any, fused: Mapping[str, list[str]]) -> Iterator[t
 
 
 def not_covered(model: Any) -> list[str]:
-    """Parameters of which some number belongs to no tensor that `held_tensors` has, by vLLM's names. Rows that only pad the
+    """Parameters of which some number belongs to no tensor that `own_parts` has, by vLLM's names. Rows that only pad the
     vocabulary belong to none.
     """
     seen: dict[int, set[tuple[int, int]]] = {}
@@ -91,7 +114,7 @@ def not_covered(model: Any) -> list[str]:
     unknown: list[str] = []
     for place, module, name, parameter, parts in _parameters(model):
         try:
-            read = [entry[3]() for entry in _read(module, name, parameter, parts)]
+            read = [entry.part() for entry in _read(module, name, parameter, parts)]
         except UnknownLayerError:
             unknown.append(f"{place}.{name}")
             continue
@@ -99,7 +122,7 @@ def not_covered(model: Any) -> list[str]:
         views.update((tensor.data_ptr(), tensor.numel()) for tensor in read)
         padding = 0
         if hasattr(module, "org_vocab_size") and parameter.numel():
-            padding = parameter[0].numel() * max(0, len(parameter) - module.org_vocab_size)
+            padding = parameter[0].numel() * max(0, len(parameter) - _own_rows(module)[1])
         needed[id(parameter)] = parameter.numel() - padding
         names.setdefault(id(parameter), f"{place}.{name}")
     return unknown + [names[key] for key, views in seen.items() if sum(size for _, size in views) < needed[key]]
@@ -141,21 +164,35 @@ def _read(module: Any, name: str, parameter: Any, names: list[str]) -> Iterator[
         # An embedding looks rows up in its parameter; a head multiplies, on CPUs with its packed copy.
         as_head = kind == "ParallelLMHead" or names[0].startswith("lm_head.")
         whole = (module.org_vocab_size, *((module.embedding_dim,) if name == "weight" else ()))
+        first, count = _own_rows(module)
 
-        def rows() -> torch.Tensor:
-            local = _local(module, name, parameter) if as_head else parameter.detach()
-            return _gathered(local, 0)[: module.org_vocab_size]
+        def local() -> torch.Tensor:
+            return _local(module, name, parameter) if as_head else cast(torch.Tensor, parameter.detach())
 
-        yield names[0], whole, parameter.dtype, rows
+        yield Entry(
+            name=names[0],
+            shape=whole,
+            dtype=parameter.dtype,
+            read=lambda: _gathered(local(), 0)[: module.org_vocab_size],
+            part=lambda: local()[:count],
+            first_row=first,
+        )
     elif hasattr(module, "input_is_parallel") and name == "weight":
         # A row-parallel layer: its columns are cut, and its bias is whole on every rank.
-        shape = (module.output_size, module.input_size)
-        yield names[0], shape, parameter.dtype, lambda: _gathered(_local(module, name, parameter), 1)
+        yield Entry(
+            name=names[0],
+            shape=(module.output_size, module.input_size),
+            dtype=parameter.dtype,
+            read=lambda: _gathered(_local(module, name, parameter), 1),
+            part=lambda: _local(module, name, parameter),
+        )
     elif hasattr(module, "output_partition_sizes") and not hasattr(module, "input_is_parallel") and name in ("weight", "bias"):
         yield from _columns(module, name, parameter, names)
     elif parameter.dim() <= 1 and len(names) == 1:
         # Norms, and biases of row-parallel layers: the same on every rank.
-        yield names[0], tuple(parameter.shape), parameter.dtype, lambda: parameter.detach()
+        yield Entry(
+            name=names[0], shape=tuple(parameter.shape), dtype=parameter.dtype, read=parameter.detach, part=parameter.detach
+        )
     else:
         shape = tuple(parameter.shape)
         raise UnknownLayerError(f"{names[0]}: a {kind} has a parameter of shape {shape}, which is not known here")
@@ -169,9 +206,9 @@ def _columns(module: Any, name: str, parameter: Any, names: list[str]) -> Iterat
             raise UnknownLayerError(f"{names[0]}: {len(sizes)} parts, and {len(names)} names")
         sizes = [sum(sizes)]
     start = 0
-    for part, (whole_name, rows) in enumerate(zip(names, sizes, strict=True)):
+    for number, (whole_name, rows) in enumerate(zip(names, sizes, strict=True)):
         # With fewer key heads than ranks, several ranks hold the same ones.
-        copies = getattr(module, "num_kv_head_replicas", 1) if part > 0 else 1
+        copies = getattr(module, "num_kv_head_replicas", 1) if number > 0 else 1
         whole = rows * _ranks(module) // copies
         shape = (whole, module.input_size) if name == "weight" else (whole,)
 
@@ -183,8 +220,21 @@ def _columns(module: Any, name: str, parameter: Any, names: list[str]) -> Iterat
                 else torch.cat([every[start : start + rows] for start in range(0, len(every), rows * copies)])
             )
 
-        yield whole_name, shape, parameter.dtype, read
+        def part(start: int = start, rows: int = rows, copies: int = copies, of: str = whole_name) -> torch.Tensor:
+            if copies > 1:
+                raise UnknownLayerError(f"{of}: {copies} ranks have the same heads of keys")
+            return _local(module, name, parameter)[start : start + rows]
+
+        yield Entry(name=whole_name, shape=shape, dtype=parameter.dtype, read=read, part=part)
         start += rows
+
+
+def _own_rows(module: Any) -> tuple[int, int]:
+    """The first row of the vocabulary that this rank has, and how many it has, without those that are there as padding."""
+    if _ranks(module) == 1:
+        return 0, int(module.org_vocab_size)
+    own = module.shard_indices
+    return int(own.org_vocab_start_index), int(own.org_vocab_end_index - own.org_vocab_start_index)
 
 
 def _local(module: Any, name: str, parameter: Any) -> torch.Tensor:

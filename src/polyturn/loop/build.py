@@ -98,7 +98,7 @@ async def load_policy(
         ModelError: not loadable, not made for its tokenizer, or its context is shorter than `rollout.max_trajectory_tokens`.
     """
     device = choose_device(recipe.trainer.device)
-    sharded = recipe.trainer.parallel in ("fsdp2", "deepspeed")
+    sharded = recipe.trainer.parallel in ("fsdp2", "deepspeed") or recipe.trainer.tensor_ranks > 1
     if recipe.trainer.threads is not None:
         torch.set_num_threads(recipe.trainer.threads)
     path = path or recipe.model.path

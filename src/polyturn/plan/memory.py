@@ -102,6 +102,8 @@ class TrainerLoad:
     """Of shards: no whole gradients are held between rows."""
     copies_beside: bool = False
     """Of shards: float32 copies lie beside the weights, whatever those are, as DeepSpeed keeps them."""
+    layers_alone: bool = False
+    """Of cut layers: nothing else is cut, so that there are no shards to gather."""
 
 
 def trainer_terms(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, ...]:
@@ -155,7 +157,7 @@ def trainer_terms(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, ...]:
 
 
 def _is_sharded(load: TrainerLoad) -> bool:
-    return load.shards > 1 or load.tensor_ranks > 1
+    return load.shards > 1 or (load.tensor_ranks > 1 and not load.layers_alone)
 
 
 def _one_rank_s(facts: ModelFacts, load: TrainerLoad) -> float:
@@ -255,7 +257,7 @@ def _tensors(facts: ModelFacts, load: TrainerLoad) -> Iterator[tuple[Placed, int
     if _is_sharded(load):
         yield from _shards(facts, load, part, trained)
         return
-    matrices = ((linear, linear.inputs * linear.outputs) for linear in facts.linears)
+    matrices = ((linear, linear.inputs * linear.outputs // load.tensor_ranks) for linear in facts.linears)
     if load.lora_rank is None:
         yield from ((trained(numel), linear.count) for linear, numel in matrices)
         yield from ((trained(numel), count) for numel, count in facts.other_tensors())
@@ -342,6 +344,8 @@ def _weights_formula(facts: ModelFacts, load: TrainerLoad) -> str:
         return f"{facts.parameters:,} parameters ({kind}) on {load.shards * load.tensor_ranks} ranks"
     if load.quantize is not None:
         return f"linear layers in {load.quantize}, the rest x {width} bytes, and adapters"
+    if load.tensor_ranks > 1:
+        return f"{_one_rank_s(facts, load):,.0f} parameters x {width} bytes, layers cut over {load.tensor_ranks} ranks"
     return f"{facts.parameters:,} parameters x {width} bytes" + (", and adapters" if load.lora_rank is not None else "")
 
 

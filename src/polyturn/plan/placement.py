@@ -89,7 +89,7 @@ def refusals(recipe: Recipe, facts: ModelFacts) -> Iterator[str]:
             "GPU into a process group once, and refuses or hangs; give the engine a GPU of its own (engine.devices=null), or "
             f"use weight_sync.mode={'lora' if recipe.model.lora else 'single_copy, or restart'}"
         )
-    elif mode == "single_copy" and is_server(recipe) and any(seat.rank != seat.engine for seat in where):
+    elif mode == "single_copy" and is_server(recipe) and any(_server_of(seat, recipe) != seat.engine for seat in where):
         yield (
             "weight_sync.mode=single_copy with a rank and its server on different GPUs: one copy of the weights is on one GPU; "
             "give trainer.devices and engine.devices the same numbers, or use weight_sync.mode=nccl"
@@ -122,15 +122,9 @@ def _parallel_refusals(recipe: Recipe, facts: ModelFacts) -> Iterator[str]:
         )
 
 
-def tensor_parallel_copy(recipe: Recipe) -> Iterator[str]:
-    """Why one copy of the weights can't be had with engines of several GPUs, where a recipe asks for it."""
-    parts = tensor_parallel(recipe)
-    if recipe.weight_sync.mode == "single_copy" and parts > 1:
-        yield (
-            f"weight_sync.mode=single_copy with engine.tensor_parallel_size={parts}: the trainer's weights would be the "
-            "engine's parts of them, which a trainer's ranks can't be laid over yet; use weight_sync.mode=nccl and GPUs of "
-            "the trainer's own"
-        )
+def _server_of(seat: Seat, recipe: Recipe) -> int | None:
+    """The server whose worker a rank shares its weights with, where they are one copy."""
+    return None if seat.rank is None else seat.rank // tensor_parallel(recipe)
 
 
 def _ranks(recipe: Recipe) -> dict[int, int]:

@@ -16,7 +16,7 @@ from polyturn.plan.engine_memory import PagedEngine, budget_of, hf_terms, paged_
 from polyturn.plan.hardware import Gpu, Machine
 from polyturn.plan.memory import Term, TrainerLoad, adapter_numbers, held_bytes, own_terms, peak, trainer_terms
 from polyturn.plan.models import ModelFacts
-from polyturn.plan.placement import Seat, is_paged, is_server, refusals, role, seats, tensor_parallel, tensor_parallel_copy
+from polyturn.plan.placement import Seat, is_paged, is_server, refusals, role, seats, tensor_parallel
 
 GIB = 1 << 30
 HEADROOM = 0.03
@@ -200,7 +200,7 @@ def _resolved(recipe: Recipe, num_tasks: int | None) -> tuple[Resolved, tuple[st
             found = resolve(recipe.model_copy(update={"weight_sync": usual}), num_train_tasks=num_tasks, on_gpu=True)
         except ConfigError:
             raise error from None
-        return found, (str(error), *tensor_parallel_copy(recipe))
+        return found, (str(error),)
 
 
 def _gpu_plan(
@@ -215,7 +215,7 @@ def _gpu_plan(
         paged = _paged(recipe, facts, load, gpu, gpu_name, beside_trainer=trains)
         engine = (*paged.terms, _cache_term(paged, recipe))
         if recipe.weight_sync.mode == "single_copy":
-            trainer = tuple(_shared(term) for term in trainer)
+            trainer = tuple(_shared(term, facts, load) for term in trainer)
         if trains and recipe.engine.sleep == "on":
             engine = tuple(_given_back(term, recipe) for term in engine)
     elif generates:
@@ -263,11 +263,14 @@ def _cache_term(paged: PagedEngine, recipe: Recipe) -> Term:
     )
 
 
-def _shared(term: Term) -> Term:
-    """The trainer's weights where they are views of the engine's."""
+def _shared(term: Term, facts: ModelFacts, load: TrainerLoad) -> Term:
+    """The trainer's weights where they are views of the engine's, but for what a server of several parts cuts otherwise."""
     if term.name != "weights":
         return term
-    return replace(term, bytes=0, formula="views of the engine's weights, which are there once")
+    if load.tensor_ranks == 1:
+        return replace(term, bytes=0, formula="views of the engine's weights, which are there once")
+    ends = (facts.embedding + facts.head) * ELEMENT_BYTES[load.dtype]
+    return replace(term, bytes=ends, formula="embedding and head; the layers are views of the engine's, which are there once")
 
 
 def _given_back(term: Term, recipe: Recipe) -> Term:
@@ -314,6 +317,7 @@ def trainer_load(recipe: Recipe) -> TrainerLoad:
         tensor_ranks=trainer.tensor_ranks,
         sync_every_row=trainer.sync_every_row or trainer.parallel == "deepspeed",
         copies_beside=trainer.parallel == "deepspeed",
+        layers_alone=trainer.parallel == "ddp",
     )
 
 

@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from polyturn.trainer.ranks import Ranks
 from polyturn.weight_sync.shared_tensors import SharedTensors
-from polyturn.weight_sync.single_copy import SharedModel
+from polyturn.weight_sync.single_copy import SharedModel, refuse_other_count
 
 _ADOPT, _CHECK = "adopt", "check adopted"
 
 
 class BesideEngines:
-    """See `single_copy_server.SharedParameters`, whose methods are rank 0's; the other ranks `heard` what it says."""
+    """See `single_copy_server.SharedParameters`, whose methods are rank 0's; the other ranks `heard` what it says.
 
-    def __init__(self, model: torch.nn.Module, ranks: Ranks) -> None:
+    `weights` and `whole` are those of a policy that is cut, of which `model` is this rank's part.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        ranks: Ranks,
+        *,
+        weights: Callable[[], Mapping[str, Tensor]] | None = None,
+        whole: Callable[[], Mapping[str, Tensor]] | None = None,
+    ) -> None:
         self._own = SharedModel(model)
         self._ranks = ranks
-
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        """Every tensor of the model, by name."""
-        return self._own.weights()
+        self.weights = weights or self._own.weights
+        """Every tensor by name, with whole shapes."""
+        self.whole = whole or self._own.whole
+        """Every tensor by name, with all its numbers."""
 
     def adopt(self, places: Sequence[SharedTensors]) -> None:
         """Make the parameters of rank N views of the tensors at place N, which get their values.
 
         Raises WeightSyncError for what can't be so, RankError where it can't on another rank, which says why.
         """
+        refuse_other_count(places, self._ranks.size)
         with self._ranks.tell(_ADOPT, [json.dumps(place.to_json()).encode() for place in places[1:]]):
             self._adopt(places[0])
 

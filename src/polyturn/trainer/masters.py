@@ -79,6 +79,10 @@ class MasterOptimizer:
             copy.copy_(saved)
         self._rule.load_state_dict(state["rule"])
 
+    def rules(self) -> list[tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]]:
+        """The one rule with the copies, in the order of the parameters."""
+        return [(self._rule, self._copies)]
+
     def held(self) -> Placed:
         """See `PolicyOptimizer.held`."""
         weights = bytes_of(master.parameter for master in self._masters)

@@ -44,7 +44,7 @@ class PolicyOptimizer(Protocol):
 
 def build_optimizer(
     model: torch.nn.Module, settings: TrainerSettings, exact: Mapping[str, Tensor] | None = None
-) -> PolicyOptimizer:
+) -> InPlaceOptimizer | RoundedOptimizer | MasterOptimizer:
     """The optimizer of the trainable parameters of `model`. Raises what `update_rules.build_rule` raises.
 
     `exact`, by name, is where float32 copies start: what the model's own values are rounded from.

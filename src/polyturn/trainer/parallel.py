@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from polyturn.errors import ConfigError
@@ -19,7 +20,7 @@ from polyturn.trainer.ranks import ProcessRanks, Ranks
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.shard_optimizer import ShardOptimizer
 from polyturn.trainer.sharding import gather, shard
-from polyturn.trainer.tensor_parallel import CutLayersProbe, LayerPlan, TensorGroup
+from polyturn.trainer.tensor_parallel import CutLayersProbe, LayerPlan, TensorGroup, is_cut
 
 _LOST = re.compile(r"gloo|nccl|connection|timed? ?out", re.IGNORECASE)
 """What an error of torch says when a collective in a forward or backward pass did not come about."""
@@ -59,7 +60,7 @@ class Layout(Protocol):
         """Do to the KL reference what was done to the policy."""
 
 
-class _InPlace:
+class InPlace:
     """What is the same for whole tensors and for DTensors, which torch lets one treat alike."""
 
     _model: torch.nn.Module
@@ -77,7 +78,7 @@ class _InPlace:
         return _filled_in_place(optimizer, state)
 
 
-class Replicated(_InPlace):
+class Replicated(InPlace):
     """Every rank holds the whole policy. Ranks meet once an optimizer step, to sum their gradients, and those that share rows
     in every layer.
     """
@@ -116,7 +117,7 @@ class Replicated(_InPlace):
         return {name: state[name] for name in names}
 
 
-class Sharded(_InPlace):
+class Sharded(InPlace):
     """Every rank holds a shard of each weight, gradient and average, or of those of its copy where there are several copies.
 
     Weights come together layer by layer in every pass. Gradients do so at the last row of an optimizer step; until then a rank
@@ -149,19 +150,11 @@ class Sharded(_InPlace):
 
     def _cut_layers(self, model: torch.nn.Module, device_type: str, exact: Mapping[str, Tensor] | None) -> None:
         """Cut the layers over neighbours, and everything over the groups of these. Raises ConfigError, ModelError."""
-        size, ranks = self._settings.tensor_ranks, self._ranks
-        if ranks.size % size:
-            raise ConfigError(
-                f"trainer.tensor_ranks={size} does not divide {ranks.size} ranks: every layer is cut over as many"
-            )
-        plan = LayerPlan(model, size)
-        meshes = ranks.tensor_mesh(device_type, size)
-        self.mesh, self._tensor = meshes["shards"], TensorGroup(meshes["tensor"])
-        probe = CutLayersProbe(model)
-        with self.meeting("the first pass through cut layers"):
-            self._shard_cut(model, plan, masters=self._settings.master_weights == "float32", exact=exact)
-            gap = probe.gap()
-        probe.refuse(ranks.gather(gap, "the first pass through cut layers of all ranks"))
+        self.mesh, self._tensor = tensor_groups(self._settings, self._ranks, device_type)
+        masters = self._settings.master_weights == "float32"
+        plan = cut_layers(
+            model, self._tensor, self._ranks, lambda plan: self._shard_cut(model, plan, masters=masters, exact=exact)
+        )
         self._summed = plan.summed
 
     def _shard_cut(self, model: torch.nn.Module, plan: LayerPlan, **options: Any) -> None:
@@ -193,13 +186,10 @@ class Sharded(_InPlace):
         shares = [1.0] * len(gradients)
         if self._tensor is not None:
             trained = {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+            cut = {name for name, parameter in trained.items() if is_cut(parameter, self._tensor.mesh)}
             with self.meeting(what):
-                shares = self._tensor.settle(trained, gradients, self._summed)
-        squares = (
-            torch.stack([g.float().square().sum() * share for g, share in zip(gradients, shares, strict=True)]).double().sum()
-        )
-        self._ranks.sum_in_place([squares], what)
-        norm = (squares / self._copies).sqrt().float()
+                shares = self._tensor.settle(list(trained), gradients, cut=cut, summed=self._summed)
+        norm = norm_of_parts(gradients, shares, self._ranks, self._copies, what)
         clip_by(gradients, norm, longest)
         return norm
 
@@ -211,6 +201,34 @@ class Sharded(_InPlace):
     def meeting(self, what: str) -> AbstractContextManager[None]:
         """See `Layout.meeting`."""
         return met(self._ranks, what)
+
+
+def tensor_groups(settings: TrainerSettings, ranks: ProcessRanks, device_type: str) -> tuple[DeviceMesh, TensorGroup]:
+    """The ranks that hold the same of every layer as this one, and those that compute layers with it. Raises ConfigError."""
+    size = settings.tensor_ranks
+    if ranks.size % size:
+        raise ConfigError(f"trainer.tensor_ranks={size} does not divide {ranks.size} ranks: every layer is cut over as many")
+    meshes = ranks.tensor_mesh(device_type, size)
+    return meshes["shards"], TensorGroup(meshes["tensor"])
+
+
+def cut_layers(model: torch.nn.Module, tensor: TensorGroup, ranks: ProcessRanks, cut: Callable[[LayerPlan], None]) -> LayerPlan:
+    """Have `cut` cut the layers of `model`, and see that they compute what they did. Raises ModelError."""
+    plan, probe = LayerPlan(model, tensor.size), CutLayersProbe(model)
+    with met(ranks, "the first pass through cut layers"):
+        cut(plan)
+        gap = probe.gap()
+    probe.refuse(ranks.gather(gap, "the first pass through cut layers of all ranks"))
+    return plan
+
+
+def norm_of_parts(gradients: Sequence[Tensor], shares: Sequence[float], ranks: ProcessRanks, copies: int, what: str) -> Tensor:
+    """The norm of a gradient whose parts all ranks hold, float32. `shares`: one over how many of them hold a part; `copies`:
+    how often all of it is there.
+    """
+    squares = torch.stack([g.float().square().sum() * share for g, share in zip(gradients, shares, strict=True)]).double().sum()
+    ranks.sum_in_place([squares], what)
+    return (squares / copies).sqrt().float()
 
 
 def context_of(settings: TrainerSettings, ranks: Ranks) -> Context | None:
@@ -258,7 +276,13 @@ def lay_out(model: torch.nn.Module, settings: TrainerSettings, ranks: Ranks, exa
         from polyturn.trainer.zero3 import Zero3
 
         return Zero3(model, settings, ranks, exact)
-    return (Sharded if settings.parallel == "fsdp2" else Replicated)(model, settings, ranks, exact)
+    if settings.parallel == "fsdp2":
+        return Sharded(model, settings, ranks, exact)
+    if settings.tensor_ranks > 1:
+        from polyturn.trainer.cut_copies import CutCopies
+
+        return CutCopies(model, settings, ranks, exact)
+    return Replicated(model, settings, ranks, exact)
 
 
 class ShardedWeights:

@@ -184,12 +184,15 @@ class ProcessRanks:
         """What to raise when `what` did not come about because of `error`: it names who is gone, where that can be seen."""
         return _lost(f"{what} (rank {self.rank} of {self.size})", error, self._deadline_s, _KEY, self._roll)
 
-    def sum_in_place(self, tensors: Sequence[Tensor], what: str) -> None:
-        """See `Ranks.sum_in_place`. Sent in buckets, so that many small tensors cost as little as few large ones."""
+    def sum_in_place(self, tensors: Sequence[Tensor], what: str, *, group: Any = None) -> None:
+        """See `Ranks.sum_in_place`; over the ranks of `group` where one is given.
+
+        Sent in buckets, so that many small tensors cost as little as few large ones.
+        """
         with self._collective(what):
             for bucket in _buckets(tensors):
                 flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-                dist.all_reduce(flat, group=self._group)
+                dist.all_reduce(flat, group=group or self._group)
                 for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
                     tensor.copy_(part.view_as(tensor))
 

@@ -1,4 +1,4 @@
-"""The optimizer of a rank that holds shards: the usual ones, over the shards as ordinary parameters."""
+"""The optimizer of a rank that holds parts of a policy: the usual ones, over the parts as ordinary parameters."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from polyturn.config.memory import Held, Placed
 from polyturn.trainer.in_place import InPlaceOptimizer, bytes_of, forget_gradients
+from polyturn.trainer.masters import MasterOptimizer
 from polyturn.trainer.rounded import RoundedOptimizer
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.update_rules import numbered
@@ -19,32 +20,30 @@ from polyturn.trainer.update_rules import numbered
 _MASTER, _STEPS = "master", "steps"
 
 
-class ShardOptimizer:
-    """See `PolicyOptimizer`. `model` is sharded; with float32 masters its shards are those masters.
+class NamedOptimizer:
+    """What optimizers have in common whose state is by name of the parameter, with whole shapes: see `PolicyOptimizer`.
 
-    Its state is by name of the parameter, and every tensor of a parameter's shape is a DTensor like the parameter: a
-    distributed checkpoint can cut it anew for other ranks. On as many ranks as before, a loaded one goes on exactly.
+    Every tensor of a parameter's shape is a DTensor like the parameter, or knows its whole shape in another way: a distributed
+    checkpoint can cut it anew for other ranks. On as many ranks as before, a loaded one goes on exactly.
     """
 
+    _inner: InPlaceOptimizer | RoundedOptimizer | MasterOptimizer
+
     def __init__(self, model: torch.nn.Module, settings: TrainerSettings, *, rank: int) -> None:
-        self._masters = settings.master_weights == "float32"
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-        self._shards = [torch.nn.Parameter(_local(parameter)) for parameter in self._trained.values()]
-        self._names = {id(shard): name for name, shard in zip(self._trained, self._shards, strict=True)}
+        self._masters: dict[str, Tensor] = {}
+        """Float32 copies of trained parameters, or shards that are that themselves: this rank's numbers."""
+        self._names: dict[int, str] = {}
+        """Parameters by the id of what stands for them in a rule."""
         self._seed, self._steps, self._rank = settings.seed, 0, rank
-        own = replace(settings, master_weights="none") if self._masters else settings
-        kind = RoundedOptimizer if own.master_weights == "stochastic" else InPlaceOptimizer
-        self._inner: InPlaceOptimizer | RoundedOptimizer = kind(self._shards, own)
 
     def gradients(self) -> list[Tensor]:
-        """See `PolicyOptimizer.gradients`: those of the shards."""
-        for parameter, shard in zip(self._trained.values(), self._shards, strict=True):
-            shard.grad = None if parameter.grad is None else _local(parameter.grad)
+        """See `PolicyOptimizer.gradients`: those of what this rank holds."""
         return self._inner.gradients()
 
     def step(self, learning_rate: float) -> None:
-        """See `PolicyOptimizer.step`. The shards are the parameters' own memory."""
+        """See `PolicyOptimizer.step`."""
         if isinstance(self._inner, RoundedOptimizer):
             # Every rank rounds other numbers than the rest, so each has noise of its own.
             self._inner.reseed(((self._seed * 1_000_003 + self._steps) * 65_537 + self._rank) % (1 << 63))
@@ -53,7 +52,6 @@ class ShardOptimizer:
 
     def zero_grad(self) -> None:
         """See `PolicyOptimizer.zero_grad`."""
-        forget_gradients(self._trained.values())
         self._inner.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
@@ -61,9 +59,8 @@ class ShardOptimizer:
         found: dict[str, dict[str, Tensor]] = {name: {} for name in self._trained}
         for rule, place, name in self._places():
             found[name] = {kind: self._whole(name, value) for kind, value in rule.state_dict()["state"].get(place, {}).items()}
-        if self._masters:
-            for name, parameter in self._trained.items():
-                found[name][_MASTER] = parameter.detach()
+        for name, master in self._masters.items():
+            found[name][_MASTER] = self._whole(name, master)
         return {"parameters": found, _STEPS: self._steps}
 
     @torch.no_grad()
@@ -71,10 +68,10 @@ class ShardOptimizer:
         """See `PolicyOptimizer.load_state_dict`."""
         states: dict[int, dict[int, dict[str, Tensor]]] = {}
         for rule, place, name in self._places():
-            saved = {kind: _local(value) for kind, value in state["parameters"][name].items()}
+            saved = {kind: local_part(value) for kind, value in state["parameters"][name].items()}
             master = saved.pop(_MASTER, None)
             if master is not None:
-                _local(self._trained[name]).copy_(master)
+                self._masters[name].copy_(master)
             if saved:
                 states.setdefault(id(rule), {})[place] = saved
         for rule, _ in self._inner.rules():
@@ -83,18 +80,49 @@ class ShardOptimizer:
 
     def held(self) -> Placed:
         """See `PolicyOptimizer.held`: this rank's part."""
-        frozen = Held(weights=bytes_of(_local(parameter) for parameter in self._frozen))
+        frozen = Held(weights=bytes_of(local_part(parameter) for parameter in self._frozen))
         own = self._inner.held()
         return replace(own, device=own.device + frozen)
 
     def _places(self) -> Iterator[tuple[torch.optim.Optimizer, int, str]]:
         """Every trained parameter by name, with its rule and its number there."""
-        for rule, shards in self._inner.rules():
-            for place, shard in enumerate(numbered(shards)):
-                yield rule, place, self._names[id(shard)]
+        for rule, parameters in self._inner.rules():
+            for place, parameter in enumerate(numbered(parameters)):
+                yield rule, place, self._names[id(parameter)]
 
     def _whole(self, name: str, value: Tensor) -> Tensor:
         """A tensor of a parameter's state as one that knows the whole shape; a number stays one."""
+        raise NotImplementedError
+
+
+class ShardOptimizer(NamedOptimizer):
+    """Of a `model` that is sharded; with float32 masters its shards are those masters."""
+
+    _inner: InPlaceOptimizer | RoundedOptimizer
+
+    def __init__(self, model: torch.nn.Module, settings: TrainerSettings, *, rank: int) -> None:
+        super().__init__(model, settings, rank=rank)
+        masters = settings.master_weights == "float32"
+        self._shards = [torch.nn.Parameter(local_part(parameter)) for parameter in self._trained.values()]
+        self._names = {id(shard): name for name, shard in zip(self._trained, self._shards, strict=True)}
+        if masters:
+            self._masters = {name: local_part(parameter) for name, parameter in self._trained.items()}
+        own = replace(settings, master_weights="none") if masters else settings
+        kind = RoundedOptimizer if own.master_weights == "stochastic" else InPlaceOptimizer
+        self._inner = kind(self._shards, own)
+
+    def gradients(self) -> list[Tensor]:
+        """See `PolicyOptimizer.gradients`: those of the shards, which are the parameters' own memory."""
+        for parameter, shard in zip(self._trained.values(), self._shards, strict=True):
+            shard.grad = None if parameter.grad is None else local_part(parameter.grad)
+        return super().gradients()
+
+    def zero_grad(self) -> None:
+        """See `PolicyOptimizer.zero_grad`."""
+        forget_gradients(self._trained.values())
+        super().zero_grad()
+
+    def _whole(self, name: str, value: Tensor) -> Tensor:
         like = self._trained[name]
         if not isinstance(like, DTensor) or value.ndim == 0:
             return value
@@ -103,7 +131,7 @@ class ShardOptimizer:
         )
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """The shard of this rank, sharing its memory."""
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor, sharing its memory."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached

@@ -9,7 +9,7 @@ FSDP cuts it once more over the groups.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,15 +49,18 @@ class TensorGroup:
         """As torch.distributed knows them."""
         return self.mesh.get_group()
 
-    def settle(self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor], summed: set[str]) -> list[float]:
+    def settle(
+        self, names: Sequence[str], gradients: Sequence[Tensor], *, cut: Container[str], summed: Container[str]
+    ) -> list[float]:
         """Make the gradients of what all ranks have one, and say how often each of `gradients` is there, as one over that.
 
-        Those of `summed` names are sums over what each rank's heads say. The others are equal on all ranks, but for the order
-        of sums that a device may choose: their mean keeps the copies equal to the bit.
+        `names` are those of their parameters. Of the `cut` ones each rank has its own. Those that are `summed` are sums over
+        what each rank's heads say. The others are equal on all ranks, but for the order of sums that a device may choose: their
+        mean keeps the copies equal to the bit.
         """
         shares = []
-        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
-            if is_cut(parameter, self.mesh):
+        for name, gradient in zip(names, gradients, strict=True):
+            if name in cut:
                 shares.append(1.0)
                 continue
             dist.all_reduce(gradient, group=self.group)

@@ -106,7 +106,8 @@ class Trainer:
         self.optimizer_step = 0
         self._device = next(model.parameters()).device
         self.optimizer = self._layout.optimizer()
-        self.beside_engines = BesideEngines(model, self._ranks)
+        parts: dict[str, Any] = {"weights": self.weights, "whole": self.whole} if self._layout.lockstep else {}
+        self.beside_engines = BesideEngines(model, self._ranks, **parts)
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Every tensor that a push has to bring to an engine, by name: all of them, or the adapters where those are trained.

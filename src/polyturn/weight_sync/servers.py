@@ -6,7 +6,7 @@ versions before 0.28, giving an update up) the extension answers through `/colle
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -104,22 +104,21 @@ class WeightServer:
             if error.status != 404:  # vLLM before 0.28 has no versions of its own
                 raise
 
-    async def shared(self) -> SharedTensors:
-        """Where a vLLM server's weights lie, for a process on the same machine. Raises WeightSyncError when it can't say."""
+    async def shared(self) -> list[SharedTensors]:
+        """Where the weights of a vLLM server's workers lie, for processes on the same machine.
+
+        Raises WeightSyncError when one can't say.
+        """
         told = await self._workers("polyturn_share")
-        if len(told) > 1:
-            raise WeightSyncError(
-                f"{self.url} cuts its weights over {len(told)} workers, and there can't be one copy of parts and wholes; set "
-                "engine.tensor_parallel_size=1"
-            )
-        if told[0]["refused"] is not None:
-            raise WeightSyncError(f"{self.url}: {told[0]['refused']}")
-        return SharedTensors.from_json(told[0]["shared"])
+        for worker in told:
+            if worker["refused"] is not None:
+                raise WeightSyncError(f"{self.url}: {worker['refused']}")
+        return [SharedTensors.from_json(worker["shared"]) for worker in told]
 
     async def sharing(self) -> str | None:
-        """The identity under which a vLLM server shares its weights, once its device is idle."""
-        told = await self._workers("polyturn_settle")
-        return None if told[0]["shared"] is None else str(told[0]["shared"])
+        """The identity under which a vLLM server shares its weights, once its devices are idle."""
+        told = [worker["shared"] for worker in await self._workers("polyturn_settle")]
+        return None if None in told else identity_of(map(str, told))
 
     async def label(self) -> str:
         """What it calls its weights."""
@@ -163,3 +162,8 @@ class WeightServer:
                 ) from error
             raise
         return list(answer["results"])
+
+
+def identity_of(workers: Iterable[str]) -> str:
+    """What a server is known by while it shares its weights, from what its workers are."""
+    return "+".join(workers)

@@ -117,13 +117,19 @@ class CudaBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlace:
-    """Where a tensor lies: in the block of this number, from its element `offset` on."""
+    """Where a tensor lies: in the block of this number, from its element `offset` on.
+
+    Of one that is cut over workers by the vocabulary, these are the rows from `first_row` on.
+    """
 
     block: int
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    first_row: int = 0
+    of_rows: bool = False
+    """Whether it is cut so."""
 
     @property
     def end(self) -> int:
@@ -142,8 +148,15 @@ class SharedTensors:
     places: Mapping[str, TensorPlace]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], blocks: Mapping[int, MemoryBlock | CudaBlock], gpu: str | None) -> SharedTensors:
-        """These tensors; `blocks` by where their storages begin."""
+    def of(
+        cls,
+        tensors: Mapping[str, Tensor],
+        blocks: Mapping[int, MemoryBlock | CudaBlock],
+        gpu: str | None,
+        first_rows: Mapping[str, int] | None = None,
+    ) -> SharedTensors:
+        """These tensors; `blocks` by where their storages begin. `first_rows` of those that are cut by the vocabulary."""
+        cut = first_rows or {}
         numbers = {begin: number for number, begin in enumerate(blocks)}
         places = {
             name: TensorPlace(
@@ -152,6 +165,8 @@ class SharedTensors:
                 shape=tuple(tensor.shape),
                 stride=tuple(tensor.stride()),
                 offset=int(tensor.storage_offset()),
+                first_row=cut.get(name, 0),
+                of_rows=name in cut,
             )
             for name, tensor in tensors.items()
         }
@@ -190,6 +205,11 @@ class SharedTensors:
                 raise ValueError(f"{name} reaches beyond its block")
             places[name] = place
         return cls(identity=given["identity"], gpu=gpu, blocks=tuple(blocks), places=places)
+
+    def rows_of(self, name: str) -> slice | None:
+        """The rows that a tensor is, of one that is cut by the vocabulary; None of others."""
+        place = self.places[name]
+        return slice(place.first_row, place.first_row + place.shape[0]) if place.of_rows else None
 
     def open(self) -> dict[str, Tensor]:
         """The tensors, as views of what the other process holds. Raises WeightSyncError when they can't be reached."""

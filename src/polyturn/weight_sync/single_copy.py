@@ -11,7 +11,7 @@ Nothing may be generated while the optimizer steps. The synchronous loop sees to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -58,33 +58,62 @@ class SharedModel:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._own: Mapping[str, Tensor] = {}
+        self._copied: Mapping[str, slice] = {}
+        """Rows of those of the model's tensors that the engine has a copy of, with a part of their rows."""
 
     def weights(self) -> Mapping[str, Tensor]:
         """Every tensor of the model, by name."""
         return self._model.state_dict()
 
+    def whole(self) -> Mapping[str, Tensor]:
+        """The same: this process has all of them."""
+        return self.weights()
+
     def adopt(self, places: Sequence[SharedTensors]) -> None:
         """Make the parameters views of the tensors at the one place. Raises WeightSyncError, before they have changed."""
+        refuse_other_count(places, 1)
         (place,) = places
         own = place.open()
-        adopt(self._model, own)
-        self._own = own
+        rows = {name: place.rows_of(name) for name in own}
+        copied = {name: part for name, part in rows.items() if part is not None}
+        adopt(self._model, own, copied)
+        self._own, self._copied = own, copied
 
     def check_adopted(self) -> None:
-        """Wait for the device. Raises WeightMismatchError unless every parameter still is the engine's tensor."""
-        refuse_new_tensors(self._model, self._own)
+        """Copy what is copied, and wait for the device.
+
+        Raises WeightMismatchError unless every other parameter still is the engine's tensor.
+        """
+        refuse_new_tensors(self._model, self._own, self._copied)
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                if name in self._copied:
+                    self._own[name].copy_(parameter[self._copied[name]])
         device = next(self._model.parameters()).device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
+def refuse_other_count(places: Sequence[SharedTensors], ranks: int) -> None:
+    """Raise WeightSyncError unless there is a worker of the engine for each rank of the trainer."""
+    if len(places) != ranks:
+        raise WeightSyncError(
+            f"the engine servers have {len(places)} workers and the trainer {ranks} ranks, each of which shares the weights of "
+            "one; make engine.num_servers x engine.tensor_parallel_size and trainer.num_ranks the same"
+        )
+
+
 @torch.no_grad()
-def adopt(model: torch.nn.Module, own: Mapping[str, Tensor]) -> None:
+def adopt(model: torch.nn.Module, own: Mapping[str, Tensor], copied: Mapping[str, slice] | None = None) -> None:
     """Make the parameters of `model` views of the engine's tensors `own`, which get its values.
 
-    Raises WeightSyncError before anything has changed.
+    Those that are `copied` stay as they are: the engine has these rows of them. Raises WeightSyncError before anything has
+    changed.
     """
-    check_coverage(model.state_dict(), own)
+    copied = copied or {}
+    check_coverage(
+        {name: tensor[copied[name]] if name in copied else tensor for name, tensor in model.state_dict().items()}, own
+    )
     for name, parameter in model.named_parameters(remove_duplicate=False):
         theirs = own[name]
         if (theirs.dtype, theirs.device) != (parameter.dtype, parameter.device):
@@ -94,14 +123,17 @@ def adopt(model: torch.nn.Module, own: Mapping[str, Tensor]) -> None:
             )
     _refuse_other_ties(model, own)
     for name, parameter in model.named_parameters():
-        own[name].copy_(parameter)
-        parameter.data = own[name]
+        if name in copied:
+            own[name].copy_(parameter[copied[name]])
+        else:
+            own[name].copy_(parameter)
+            parameter.data = own[name]
 
 
-def refuse_new_tensors(model: torch.nn.Module, own: Mapping[str, Tensor]) -> None:
-    """Raise WeightMismatchError unless every parameter of `model` is still the engine's tensor."""
+def refuse_new_tensors(model: torch.nn.Module, own: Mapping[str, Tensor], copied: Container[str] = ()) -> None:
+    """Raise WeightMismatchError unless every parameter of `model`, but for the `copied`, is still the engine's tensor."""
     for name, parameter in model.named_parameters():
-        if parameter.data_ptr() != own[name].data_ptr():
+        if name not in copied and parameter.data_ptr() != own[name].data_ptr():
             raise WeightMismatchError(
                 f"{name} is no view of the engine's tensor any more: something gave the trainer's model new tensors, and the "
                 "engine would go on with the old ones"

@@ -5,7 +5,8 @@
                                                                                                            │
         resume <─ reset the prefix cache <─ checksums <─ confirm <─ stamp the version <─ check: same server, same views
 
-With several ranks each has a server: rank 0 drives all of them, and rank N's parameters are views of server N's tensors.
+With several ranks each has a worker of a server: rank 0 drives all servers, and rank N's parameters are views of the tensors of
+worker N, counted through all servers. Servers have one worker each, or as many as ranks compute a layer together.
 
 Where the tensors are, a server says over HTTP (`shared_tensors`). They are its own and end with it: a server that ends or is
 started anew ends the run.
@@ -26,7 +27,7 @@ from polyturn.processes.json_http import AskError
 from polyturn.weight_sync.base import check_coverage
 from polyturn.weight_sync.probe import Probe
 from polyturn.weight_sync.pushing import Pushing
-from polyturn.weight_sync.servers import Described, WeightServer
+from polyturn.weight_sync.servers import Described, WeightServer, identity_of
 from polyturn.weight_sync.shared_tensors import SharedTensors
 
 RESUME_S = 2.0
@@ -37,17 +38,23 @@ class SharedParameters(Protocol):
     """The trainer's parameters, on one rank or on each of several. All of it blocks."""
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Rank 0's, by name."""
+        """By name, with whole shapes."""
+
+    def whole(self) -> Mapping[str, Tensor]:
+        """By name, with all numbers."""
 
     def adopt(self, places: Sequence[SharedTensors]) -> None:
-        """Make the parameters of rank N views of the tensors at place N, which get their values. Raises WeightSyncError."""
+        """Make the parameters of rank N views of the tensors at place N, which get their values. Raises WeightSyncError.
+
+        What a worker has some rows of, by the vocabulary, stays the rank's own, and is copied.
+        """
 
     def check_adopted(self) -> None:
-        """Wait for the devices, and raise WeightMismatchError unless every parameter still is the engine's tensor."""
+        """Copy what is copied, wait for the devices, and raise WeightMismatchError unless all else still is the engine's."""
 
 
 class SingleCopyServerBridge:
-    """Lets `parameters` be views of the tensors of the servers at `urls`, a server a rank, which then are the only copy.
+    """Lets `parameters` be views of the tensors of the servers at `urls`, a worker a rank, which then are the only copy.
 
     Checksums are compared at the first push and at every `verify_every`-th: what a server's layers compute with may be
     another copy than the parameters that they show. `probe` compares log-probabilities at these pushes, too.
@@ -104,14 +111,14 @@ class SingleCopyServerBridge:
         await self._pause()
         if not self._identities:
             shared = await pushing.each("share", WeightServer.shared)
-            await pushing.alone("adopt", self._parameters.adopt, shared)
-            self._identities = [one.identity for one in shared]
+            await pushing.alone("adopt", self._parameters.adopt, [worker for workers in shared for worker in workers])
+            self._identities = [identity_of(worker.identity for worker in workers) for workers in shared]
         else:
             await self._refuse_other_labels(version)
         # What the trainer's devices still compute must be in the tensors before the servers read them.
         await pushing.alone("check", self._parameters.check_adopted)
         await self._stamp(version)
-        if verify and not await pushing.compare(self._parameters.weights()):
+        if verify and not await pushing.compare(self._parameters.whole()):
             raise WeightSyncError(
                 "an engine server can't say the checksums of what it computes with; use weight_sync.mode=nccl"
             )

@@ -437,6 +437,8 @@ def test_how_they_can_not(made, said):
         resolve(made, num_train_tasks=None)
 
 
+CUT = {"devices": [3, 4], "num_ranks": 2, "tensor_ranks": 2}
+PARTS = {"devices": [3, 4], "tensor_parallel_size": 2}
 BESIDE = {"trainer": {"devices": [3]}, "engine": {"kind": "vllm_server", "devices": [3]}}
 
 
@@ -461,6 +463,7 @@ def beside(**sections) -> Recipe:
             "single_copy",
             "so they hold one copy",
         ),
+        (beside(trainer=CUT | {"parallel": "ddp"}, engine=PARTS), "single_copy", "so they hold one copy"),
         (
             beside(trainer={"devices": [3, 4], "num_ranks": 2}, engine={"devices": [4]}),
             "restart",
@@ -479,7 +482,18 @@ def test_how_weights_reach_a_server_on_the_trainers_gpu(made, mode, why):
     ("made", "said"),
     [
         (on_vllm("single_copy", urls=["http://h:1"]), "engine.urls are servers of others"),
-        (on_vllm("single_copy", tensor_parallel_size=2), "the parts that engine.tensor_parallel_size=2 cuts them into"),
+        (
+            on_vllm("single_copy", tensor_parallel_size=2),
+            "cut over trainer.tensor_ranks=1 and engine.tensor_parallel_size=2; use nccl, or the same for both",
+        ),
+        (
+            beside(trainer=CUT | {"tensor_ranks": 1, "parallel": "ddp"}, engine=PARTS, weight_sync={"mode": "single_copy"}),
+            "cut over trainer.tensor_ranks=1 and engine.tensor_parallel_size=2",
+        ),
+        (
+            beside(trainer=CUT | {"num_ranks": 4}, engine=PARTS, weight_sync={"mode": "single_copy"}),
+            "there are trainer.num_ranks=4 and engine.num_servers x engine.tensor_parallel_size=2; use nccl",
+        ),
         (on_vllm("single_copy", num_servers=2), "there are trainer.num_ranks=1 and engine.num_servers=2"),
         (on_vllm("single_copy", dtype="bfloat16"), "weights of another type, engine.dtype=bfloat16"),
         (on_vllm("single_copy", extra_args={"enable_sleep_mode": True}), "enable_sleep_mode gives the weights back"),
@@ -500,6 +514,14 @@ def test_how_weights_reach_a_server_on_the_trainers_gpu(made, mode, why):
 def test_when_there_can_not_be_one_copy(made, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         resolve(made, num_train_tasks=None)
+
+
+def test_layers_that_an_engine_has_too_are_not_shards():
+    made = beside(trainer=CUT, engine=PARTS, weight_sync={"mode": "single_copy"})
+    resolved = resolve(made, num_train_tasks=None)
+    assert resolved.recipe.trainer.parallel == "ddp"
+    assert "cut as the engine cuts its own" in resolved.reasons["trainer.parallel"]
+    assert resolve(resolved.recipe, num_train_tasks=None).recipe == resolved.recipe
 
 
 def test_a_push_by_restart_has_the_time_of_a_start():

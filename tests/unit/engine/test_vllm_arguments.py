@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,17 @@ def test_what_the_rest_of_polyturn_relies_on_is_always_there():
     assert json.loads(found["--weight-transfer-config"]) == {"backend": "polyturn"}
     assert found["--middleware"] == "polyturn.engine.vllm_guard.Guard"
     assert "--enable-lora" not in found
+
+
+def test_on_a_cpu_the_parts_of_a_server_have_cores_of_their_own(monkeypatch):
+    two = recipe(engine={"tensor_parallel_size": 2})
+    name = "VLLM_CPU_OMP_THREADS_BIND"
+    for cores, wanted in ((range(4), "0,2|1,3"), ([7], "7|7")):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(cores), raising=False)
+        assert server_environment(two, {}, on_gpu=False, label="v")[name] == wanted
+    assert server_environment(two, {name: "0|1"}, on_gpu=False, label="v")[name] == "0|1"
+    for made, on_gpu in ((two, True), (recipe(), False)):
+        assert name not in server_environment(made, {}, on_gpu=on_gpu, label="v")
 
 
 def test_an_older_vllm_has_its_token_route_switched_on_already():

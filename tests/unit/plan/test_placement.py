@@ -166,10 +166,30 @@ def test_a_push_that_can_not_be_had_is_refused_and_the_rest_is_planned():
         engine={"kind": "vllm_server", "tensor_parallel_size": 2},
         weight_sync={"mode": "single_copy"},
     )
-    assert plan.refused[0].startswith("weight_sync.mode=single_copy")
-    assert "which a trainer's ranks can't be laid over yet" in plan.refused[1]
+    (said,) = plan.refused
+    assert "trainer.tensor_ranks=1 and engine.tensor_parallel_size=2; use nccl, or the same for both" in said
     assert plan.recipe.weight_sync.mode == "nccl"
     assert plan.num_gpus == 4
+
+
+def test_ranks_that_share_the_layers_of_a_server_s_parts():
+    """Each rank has its half of the layers once, and embedding and head twice: its own, whole, and the part of its worker."""
+    placed = {"devices": [0, 1, 2, 3]}
+    plan = plan_of(
+        "Qwen/Qwen2.5-14B",
+        trainer={"num_ranks": 4, "tensor_ranks": 2} | placed,
+        engine={"kind": "vllm_server", "tensor_parallel_size": 2, "num_servers": 2} | placed,
+        weight_sync={"mode": "single_copy"},
+    )
+    facts = facts_of("Qwen/Qwen2.5-14B")
+    assert plan.refused == ()
+    assert plan.recipe.trainer.parallel == "ddp"
+    assert [(seat.rank, seat.engine) for seat in plan.seats] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    assert term(plan, 0, "weights") == 2 * (facts.embedding + facts.head)
+    masters = facts.parameters - facts.layer_weights / 2
+    assert term(plan, 0, "master weights") == pytest.approx(4 * masters, rel=1e-3)
+    with pytest.raises(StopIteration):
+        term(plan, 0, "gathered weights")
 
 
 def test_a_model_too_large_for_one_gpu_is_served_by_two():

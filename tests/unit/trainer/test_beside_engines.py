@@ -18,6 +18,8 @@ from polyturn.trainer.trainer import Trainer
 from polyturn.weight_sync.shared_tensors import SharedTensors, move_to_shared_memory
 from polyturn.weight_sync.single_copy_server import SingleCopyServerBridge
 
+ENDS = ("model.embed_tokens.weight", "lm_head.weight")
+
 
 def engine_with(model):
     """Tensors of an engine, and where they are."""
@@ -67,6 +69,32 @@ def test_a_parameter_with_another_tensor_is_found_on_every_rank():
     assert isinstance(found[1], WeightMismatchError)
     assert "model.norm.weight is no view of the engine's tensor any more" in str(found[1])
     assert isinstance(found[0], BaseException)
+
+
+def test_what_an_engine_has_some_rows_of_is_copied():
+    """Embedding and head are whole in the trainer, and cut by the vocabulary in a server of several parts."""
+    model = tiny_model()
+    part = {name: one[16:40] if name in ENDS else one for name, one in model.state_dict().items()}
+    own = {name: torch.zeros(one.shape) for name, one in part.items()}
+    block, memory = move_to_shared_memory(list(own.values()))
+    place = SharedTensors.of(own, {memory.untyped_storage().data_ptr(): block}, None, dict.fromkeys(ENDS, 16))
+    beside = BesideEngines(model, Alone())
+    beside.adopt([SharedTensors.from_json(place.to_json())])
+    assert all(torch.equal(own[name], part[name]) for name in own)
+    assert model.lm_head.weight.shape[0] == 48, "it stays whole"
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    assert torch.equal(own["model.norm.weight"], model.model.norm.weight), "a view"
+    assert not torch.equal(own[ENDS[1]], model.lm_head.weight[16:40])
+    beside.check_adopted()
+    assert all(torch.equal(own[name], model.get_parameter(name)[16:40]) for name in ENDS)
+
+
+def test_as_many_workers_as_ranks():
+    _, place = engine_with(tiny_model())
+    with pytest.raises(WeightSyncError, match="the engine servers have 2 workers and the trainer 1 ranks"):
+        BesideEngines(tiny_model(), Alone()).adopt([place, place])
 
 
 def test_an_engine_of_another_shape_is_refused():

@@ -79,16 +79,23 @@ def test_rows_that_are_cut_over_ranks_train_as_whole_ones(size, parallel, contex
     assert found["float64"]["weights"] < 1e-14
 
 
+WHOLE_LAYER_CASES = tuple(name for name in LAYER_CASES if name != "summed after every row")
 LAYER_FEW = ("loss turn ratio, turn tis", "kl, two passes", "norms of heads", "tied", "clipped hard", "float64")
 
 
 @pytest.mark.parametrize(
-    ("size", "tensor", "only"),
-    [(2, 2, tuple(LAYER_CASES)), (4, 2, LAYER_FEW), (4, 4, ("four heads of keys",))],
-    ids=["all ranks", "two groups", "four"],
+    ("size", "parallel", "tensor", "only"),
+    [
+        (2, "fsdp2", 2, tuple(LAYER_CASES)),
+        (4, "fsdp2", 2, LAYER_FEW),
+        (4, "fsdp2", 4, ("four heads of keys",)),
+        (2, "ddp", 2, WHOLE_LAYER_CASES),
+        (4, "ddp", 2, LAYER_FEW),
+    ],
+    ids=["all ranks", "two groups", "four", "nothing else is cut", "two copies"],
 )
-def test_layers_that_are_cut_over_ranks_train_as_whole_ones(size, tensor, only):
-    (found,) = play("layers", size, f"tensor={tensor}", *only)
+def test_layers_that_are_cut_over_ranks_train_as_whole_ones(size, parallel, tensor, only):
+    (found,) = play("layers", size, f"parallel={parallel}", f"tensor={tensor}", *only)
     assert found.keys() == set(only)
     # In bfloat16 every rank rounds its part of a sum, and what is measured of mismatches is of that size.
     wrong = {name: gaps for name, gaps in found.items() if max(gaps.values()) > (5e-2 if "bfloat16" in name else 5e-6)}
@@ -118,9 +125,9 @@ def test_compiled_layers():
     assert max(found["compiled"].values()) < 5e-6
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_a_saved_state_goes_on_exactly(tensor):
-    zero, one = play("resumed", 2, f"tensor={tensor}", waited_for=(0, 1))
+@pytest.mark.parametrize(("parallel", "tensor"), [("fsdp2", 1), ("fsdp2", 2), ("ddp", 2)])
+def test_a_saved_state_goes_on_exactly(parallel, tensor):
+    zero, one = play("resumed", 2, f"parallel={parallel}", f"tensor={tensor}", waited_for=(0, 1))
     for found in (zero, one):
         assert all(mode["equal"] and mode["whole shapes"] for mode in found.values()), found
         assert found["masters"]["kept"] == ["exp_avg", "exp_avg_sq", "master", "step"]
@@ -128,13 +135,17 @@ def test_a_saved_state_goes_on_exactly(tensor):
     parameters = 2 * (48 * 32) + 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32)
     if tensor == 2:  # embedding, head and norms are on both
         parameters += 2 * (48 * 32) + 32 + 2 * 2 * 32
-    assert zero["masters"]["held"] + one["masters"]["held"] == 12 * parameters + 2 * 4 * (3 + 2 * 9)
+    each = 12 if parallel == "fsdp2" else 14  # copies of the policy have masters beside their bfloat16 weights
+    assert zero["masters"]["held"] + one["masters"]["held"] == each * parameters + 2 * 4 * (3 + 2 * 9)
 
 
-def test_files_of_cut_layers_are_read_by_ranks_of_cut_and_of_whole_ones():
-    for found in play("loaded", 4, "tensor=2", waited_for=(0, 3)):
-        assert (found["2"], found["1"]) == (True, True), found
-        assert found["2, tensors"] > 4 * 21
+@pytest.mark.parametrize("parallel", ["fsdp2", "ddp"])
+def test_files_of_cut_layers_are_read_by_ranks_of_cut_and_of_whole_ones(parallel):
+    for found in play("loaded", 4, f"parallel={parallel}", "tensor=2", waited_for=(0, 3)):
+        assert found.pop("adamw, tensors") == 4 * 21
+        assert found.pop("masters, tensors") == (4 if parallel == "fsdp2" else 5) * 21
+        assert len(found) == (5 if parallel == "fsdp2" else 3)
+        assert all(found.values()), found
 
 
 def test_a_rank_that_is_killed_in_a_backward_pass_is_named():

@@ -106,7 +106,7 @@ class Stale(dict):
     [
         (lambda server: setattr(server, "refused", "vLLM keeps 3 tensors in a form of its own"), "3 tensors in a form of its"),
         (lambda server: setattr(server, "device", "cuda"), "has its weights on the cuda and the trainer on the cpu"),
-        (lambda server: setattr(server, "workers", 2), "cuts its weights over 2 workers"),
+        (lambda server: setattr(server, "workers", 2), "the engine servers have 2 workers and the trainer 1 ranks"),
         (lambda server: server.tensors.update(extra=torch.ones(1)), r"3 of the engine's 4 tensors; missing: \['extra'\]"),
         (
             lambda server: server.tensors.update(norm=torch.ones(4).bfloat16()),
