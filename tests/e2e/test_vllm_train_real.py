@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from parts.live_runs import LiveRun, live_run
 from parts.runs import ROOT
@@ -43,6 +44,18 @@ def test_a_run_trains_on_what_vllm_samples(live_run, words):
     assert (run.folder.export / f"{name}.safetensors").is_file()
     assert not (run.folder.root / "adapters").exists()
     assert (run.folder.logs / "engine-0-vllm.log").is_file()
+
+
+def test_ranks_and_the_parts_of_a_server_hold_one_copy(live_run):
+    """Two ranks that compute every layer together, each on the memory of one of the server's two workers."""
+    cut = ("trainer.num_ranks=2", "trainer.tensor_ranks=2", "engine.tensor_parallel_size=2", "weight_sync.mode=single_copy")
+    run: LiveRun = live_run(*ONE_SERVER, *SHORT, *cut, "run.steps=2", "weight_sync.verify_every=1", recipe=RECIPE)
+    ended = run.end()
+    assert ended.code == 0, ended.err
+    assert len(run.steps) == 2
+    assert all(step["mismatch_max"] < 1e-4 and step["policy_age"] == 0 for step in run.steps)
+    assert [step["policy_version"] for step in run.steps] == [1, 2]
+    assert load_file(run.folder.export / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"].shape == (128, 128)
 
 
 HERE = ("engine.kind=vllm", "trainer.num_ranks=1", "environment.num_processes=0", "trainer.threads=1")

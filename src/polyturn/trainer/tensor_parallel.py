@@ -82,7 +82,9 @@ class LayerPlan:
     def __init__(self, model: Any, size: int) -> None:
         config = model.config
         self.kind = getattr(config, "model_type", type(model).__name__)
-        plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+        everything: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+        # What is outside the layers stays whole, also where a plan of transformers cuts it.
+        plan = {name: how for name, how in everything.items() if "*" in name}
         self._styles = {re.compile(r"(?:.*\.)?" + re.escape(name).replace(r"\*", "[0-9]+")): how for name, how in plan.items()}
         strange = sorted({f"{name} ({how})" for name, how in plan.items() if how not in (_COLUMNS, _ROWS, _SUMMED)})
         if strange or not plan:

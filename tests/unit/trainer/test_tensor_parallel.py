@@ -32,6 +32,13 @@ def test_others_are_refused_by_name(model, words):
         LayerPlan(model, 2)
 
 
+def test_what_a_plan_says_of_the_embedding_is_none_of_ours():
+    """Transformers 5.19 adds it to the plan of a model whose embedding is tied."""
+    model = tiny_model()
+    model.config.base_model_tp_plan = {**model.config.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}
+    assert LayerPlan(model, 2).summed == set()
+
+
 def test_a_model_without_a_plan_is_refused():
     model = tiny_model()
     model.config.base_model_tp_plan = None
