@@ -46,10 +46,17 @@ def test_a_run_trains_on_what_vllm_samples(live_run, words):
     assert (run.folder.logs / "engine-0-vllm.log").is_file()
 
 
-def test_ranks_and_the_parts_of_a_server_hold_one_copy(live_run):
-    """Two ranks that compute every layer together, each on the memory of one of the server's two workers."""
-    cut = ("trainer.num_ranks=2", "trainer.tensor_ranks=2", "engine.tensor_parallel_size=2", "weight_sync.mode=single_copy")
-    run: LiveRun = live_run(*ONE_SERVER, *SHORT, *cut, "run.steps=2", "weight_sync.verify_every=1", recipe=RECIPE)
+SHARING = {
+    "the parts of one server": ("trainer.tensor_ranks=2", "engine.tensor_parallel_size=2"),
+    "two servers": ("trainer.parallel=zero1", "engine.num_servers=2"),
+}
+
+
+@pytest.mark.parametrize("words", SHARING.values(), ids=SHARING)
+def test_two_ranks_hold_one_copy_each_with_vllm(live_run, words):
+    """Ranks that compute every layer together and those that compute alone, each on the memory of a worker of vLLM."""
+    two = ("trainer.num_ranks=2", "weight_sync.mode=single_copy", "weight_sync.verify_every=1")
+    run: LiveRun = live_run(*ONE_SERVER, *SHORT, *two, *words, "run.steps=2", recipe=RECIPE)
     ended = run.end()
     assert ended.code == 0, ended.err
     assert len(run.steps) == 2

@@ -33,6 +33,7 @@ from polyturn.trainer.masters import MasterOptimizer
 from polyturn.trainer.ranks import ProcessRanks
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.shard_optimizer import local_part
+from polyturn.trainer.state_shards import StateShardOptimizer
 from polyturn.trainer.trainer import Trainer
 from polyturn.trajectories.pack import pack
 from polyturn.types import TrainBatch
@@ -71,8 +72,10 @@ def trained(
     """Metrics of every step and the whole weights in the end (on rank 0), and the trainer."""
     given["device"] = str(DEVICE)
     settings = trainer_settings(case.get("loss", loss_options()), **{**SGD, **case.get("settings", {}), **given})
-    model = model_of(case) if settings.parallel != "replicated" else model_of(case).to(DEVICE)
-    trainer = Trainer(model, settings, reference=reference_of(settings, model, case), ranks=ranks, exact=case.get("exact"))
+    model = model_of(case).to(DEVICE) if settings.parallel in ("replicated", "zero1") else model_of(case)
+    # A trainer may take the exact values for its masters, and change them.
+    exact = {name: value.detach().clone() for name, value in case["exact"].items()} if "exact" in case else None
+    trainer = Trainer(model, settings, reference=reference_of(settings, model, case), ranks=ranks, exact=exact)
     numbers: list[dict[str, float]] = []
     weights: dict[str, torch.Tensor] = {}
     if ranks is None or ranks.rank == 0:
@@ -87,7 +90,7 @@ def trained(
                 pass
     else:
         _serve(trainer)
-    if isinstance(trainer.optimizer, CutOptimizer) and settings.master_weights == "float32":
+    if isinstance(trainer.optimizer, CutOptimizer | StateShardOptimizer) and settings.master_weights == "float32":
         kept = trainer.optimizer.state_dict()["parameters"]
         weights = whole({name: values["master"] for name, values in kept.items()})
     return numbers, weights, trainer
@@ -279,6 +282,18 @@ def refused(ranks: ProcessRanks) -> dict[str, Any]:
     return found
 
 
+def zero1(ranks: ProcessRanks, only: Sequence[str] = ()) -> dict[str, Any]:
+    """Cut optimizers beside one rank, and whether they come to what whole copies come to, to the bit."""
+    found: dict[str, Any] = {}
+    for name in only:
+        many, weights, _ = trained(CASES[name], ranks, parallel="zero1")
+        _, copied, _ = trained(CASES[name], ranks, parallel="ddp")
+        if ranks.rank == 0:
+            one, wanted, _ = trained(CASES[name], None)
+            found[name] = gaps(one, many, wanted, weights) | {"as copies": same(dict(weights), dict(copied))}
+    return found
+
+
 def compiled(ranks: ProcessRanks) -> dict[str, Any]:
     """Layers that are compiled, of shards."""
     many, weights, _ = trained({}, ranks, parallel="fsdp2", compiled=True)
@@ -404,7 +419,7 @@ def resumed(ranks: ProcessRanks, parallel: str, tensor_ranks: str) -> dict[str, 
 
 def loaded(ranks: ProcessRanks, parallel: str, tensor_ranks: str) -> dict[str, Any]:
     """A state that ranks of cut layers saved as files, read by such ranks and by ranks of whole layers: equal to the bit."""
-    own, whole_layers, copies = (parallel, tensor_ranks), ("fsdp2", "1"), ("ddp", tensor_ranks)
+    own, whole_layers, copies = (parallel, tensor_ranks), ("fsdp2", "1"), ("ddp", "2")
     found: dict[str, Any] = {}
     # Of bfloat16 weights, FSDP2 saves the masters in their place.
     for name, readers in (
@@ -476,7 +491,21 @@ def arguments(words: list[str]) -> list[Any]:
     return [*values, names] if names else [*values]
 
 
-ALL = (equal, cut, layers, refused, copies, compiled, resumed, loaded, lose_a_rank, zero3, zero3_resumed, zero3_lose_a_rank)
+ALL = (
+    equal,
+    cut,
+    layers,
+    zero1,
+    refused,
+    copies,
+    compiled,
+    resumed,
+    loaded,
+    lose_a_rank,
+    zero3,
+    zero3_resumed,
+    zero3_lose_a_rank,
+)
 SCENES = {scene.__name__: scene for scene in ALL}
 
 if __name__ == "__main__":

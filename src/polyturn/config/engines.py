@@ -153,10 +153,10 @@ def no_single_copy(recipe: Recipe) -> str | None:
     engine, trainer, every = recipe.engine, recipe.trainer, recipe.weight_sync.every_steps
     if engine.urls:
         return "engine.urls are servers of others, which keep their memory to themselves; use nccl"
-    if trainer.parallel not in ("auto", "single", "ddp"):
+    if trainer.parallel not in ("auto", "single", "ddp", "zero1"):
         return (
             f"trainer.parallel={trainer.parallel} cuts every weight into shards of its own, which can't be views of a server's "
-            "tensors; use nccl, or trainer.parallel=ddp"
+            "tensors; use nccl, or trainer.parallel=zero1, which cuts the optimizer's state alone"
         )
     if trainer.tensor_ranks != engine.tensor_parallel_size:
         return (

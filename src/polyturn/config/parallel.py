@@ -34,6 +34,7 @@ def parallel(recipe: Recipe, num_train_tasks: int | None, reasons: dict[str, str
         *_context_refusals(recipe),
         *_tensor_refusals(recipe, chosen),
         *(_deepspeed_refusals(recipe) if chosen == "deepspeed" else ()),
+        *(_zero1_refusals(recipe) if chosen == "zero1" else ()),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -84,6 +85,8 @@ def _tensor_refusals(recipe: Recipe, chosen: str) -> Iterator[str]:
         yield f"{layers} trainer.shard_ranks={trainer.shard_ranks}: there is one copy of cut layers; leave it out"
     if recipe.model.lora is not None:
         yield f"{layers} model.lora: adapters are not cut with their layers; use trainer.tensor_ranks=1"
+    if chosen == "zero1":
+        yield f"{layers} trainer.parallel=zero1: use ddp, which cuts layers too, or fsdp2, which cuts everything"
     if chosen != "ddp":
         return
     if recipe.engine.kind in ("hf", "vllm"):
@@ -110,6 +113,14 @@ def _whole_refusals(recipe: Recipe, chosen: str) -> Iterator[str]:
         value = getattr(recipe.trainer, key)
         if value != default:
             yield f"trainer.{key}={str(value).lower()} with trainer.parallel={chosen}: there are no shards; use fsdp2"
+
+
+def _zero1_refusals(recipe: Recipe) -> Iterator[str]:
+    parts = "trainer.parallel=zero1 with"
+    if recipe.trainer.optimizer == "adamw_8bit":
+        yield f"{parts} trainer.optimizer=adamw_8bit: its averages share scales across rows that ranks have apart; use adamw"
+    if recipe.trainer.offload_optimizer:
+        yield f"{parts} trainer.offload_optimizer=true: use one of the two; parts on the GPUs are the faster one"
 
 
 def _deepspeed_refusals(recipe: Recipe) -> Iterator[str]:

@@ -338,9 +338,9 @@ class TrainerSection(Section):
     """Compute the common beginning of a group's samples once a row; `auto`: on a CPU, where it pays by an estimate."""
     num_ranks: int = Field(default=1, gt=0)
     """Processes that train one policy together, each on its share of the rows."""
-    parallel: Literal["auto", "single", "ddp", "fsdp2", "deepspeed"] = "auto"
-    """What the ranks hold: whole copies of the weights (`ddp`), or shards of weights, gradients and optimizer state (`fsdp2`:
-    PyTorch's, `deepspeed`: ZeRO-3 of DeepSpeed, a package of its own).
+    parallel: Literal["auto", "single", "ddp", "zero1", "fsdp2", "deepspeed"] = "auto"
+    """What the ranks hold: whole copies (`ddp`), the same but for a part of the optimizer's state each (`zero1`), or shards of
+    weights, gradients and optimizer state (`fsdp2`: PyTorch's, `deepspeed`: ZeRO-3 of DeepSpeed, a package of its own).
     `auto`: `single` for one rank, `fsdp2` where whole copies don't fit the GPUs by the plan and shards do, else `ddp`."""
     shard_ranks: int | None = Field(default=None, gt=1)
     """With `fsdp2`: ranks that one copy of the weights is cut over; null: all. Fewer, as those of a node: several copies."""

@@ -11,8 +11,7 @@ _ALONE = "there is one rank, and nothing to share"
 BATCH = _TOTAL, _MICRO, _ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 ACCUMULATED = "gradients are added up over as many rows as an optimizer step has, and summed over the ranks once"
 _STAGES = {
-    1: "ZeRO-1 cuts the optimizer's state only, fsdp2 gradients and weights too: less memory, the same numbers, and weights "
-    "travel in every pass; trainer.parallel=ddp keeps everything whole",
+    1: "each rank has a part of the optimizer's state",
     2: "ZeRO-2 cuts the optimizer's state and gradients, fsdp2 weights too: less memory, the same numbers, and weights "
     "travel in every pass; trainer.parallel=ddp keeps everything whole",
 }
@@ -49,7 +48,7 @@ def share_by_stage(part: Part, name: str, context: Context) -> int | None:
     elif stage == 3:
         part.take(name, "trainer.parallel", "deepspeed", "trainer.parallel=fsdp2 cuts the same, with PyTorch alone")
     else:
-        part.take(name, "trainer.parallel", "fsdp2", _STAGES[stage])
+        part.take(name, "trainer.parallel", "zero1" if stage == 1 else "fsdp2", _STAGES[stage])
     return stage
 
 

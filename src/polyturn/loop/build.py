@@ -239,7 +239,7 @@ def build_trainer(
         activations=trainer.activations,
         compiled=trainer.compile == "on" or (trainer.compile == "auto" and device.type == "cuda" and may_compile),
         float32_head=trainer.float32_head,
-        parallel=trainer.parallel if trainer.parallel in ("fsdp2", "deepspeed") else "replicated",
+        parallel=trainer.parallel if trainer.parallel in ("fsdp2", "deepspeed", "zero1") else "replicated",
         shard_ranks=trainer.shard_ranks,
         context_ranks=trainer.context_ranks,
         tensor_ranks=trainer.tensor_ranks,

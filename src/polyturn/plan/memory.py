@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from polyturn.config.memory import (
@@ -102,6 +102,8 @@ class TrainerLoad:
     """Of shards: no whole gradients are held between rows."""
     copies_beside: bool = False
     """Of shards: float32 copies lie beside the weights, whatever those are, as DeepSpeed keeps them."""
+    state_ranks: int = 1
+    """Ranks that the optimizer's state is cut over, masters among it, where weights and gradients are not."""
     layers_alone: bool = False
     """Of cut layers: nothing else is cut, so that there are no shards to gather."""
 
@@ -117,10 +119,11 @@ def trainer_terms(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, ...]:
     work = kept + late
     gradients = device.gradients if load.rows > 1 else max(0.0, device.gradients - work)
     trained = "trained weights" if load.lora_rank is None else "adapters"
+    over = f", over {load.state_ranks} ranks" if load.state_ranks > 1 else ""
     terms = [
         Term(name="weights", bytes=device.weights, formula=_weights_formula(facts, load)),
-        Term(name="master weights", bytes=device.master, formula=f"4 bytes for each of the {trained}"),
-        Term(name="optimizer state", bytes=device.optimizer_state, formula=f"{load.optimizer}, see docs/memory.md"),
+        Term(name="master weights", bytes=device.master, formula=f"{_master_words(load)} for each of the {trained}{over}"),
+        Term(name="optimizer state", bytes=device.optimizer_state, formula=f"{load.optimizer}{over}, see docs/memory.md"),
         Term(
             name="gradients",
             bytes=gradients,
@@ -216,7 +219,15 @@ def held_bytes(facts: ModelFacts, load: TrainerLoad) -> Placed:
     total = Placed(device=Held())
     for placed, count in _tensors(facts, load):
         total += Placed(device=_times(placed.device, count), cpu=_times(placed.cpu, count))
-    return total
+    return total if load.state_ranks == 1 else _state_cut(total, facts, load)
+
+
+def _state_cut(total: Placed, facts: ModelFacts, load: TrainerLoad) -> Placed:
+    """With a part of the optimizer's state: rows that a rank steps are copies, in float32 where there are masters."""
+    device, trained = total.device, adapter_numbers(facts, load) or facts.parameters
+    stepped = device.master or trained * ELEMENT_BYTES[load.dtype]
+    cut = {"master": stepped // load.state_ranks, "optimizer_state": device.optimizer_state // load.state_ranks}
+    return replace(total, device=replace(device, **cut))
 
 
 def adapted(facts: ModelFacts, targets: tuple[str, ...] | None) -> list[Linear]:
@@ -347,6 +358,11 @@ def _weights_formula(facts: ModelFacts, load: TrainerLoad) -> str:
     if load.tensor_ranks > 1:
         return f"{_one_rank_s(facts, load):,.0f} parameters x {width} bytes, layers cut over {load.tensor_ranks} ranks"
     return f"{facts.parameters:,} parameters x {width} bytes" + (", and adapters" if load.lora_rank is not None else "")
+
+
+def _master_words(load: TrainerLoad) -> str:
+    """What is held of a trained weight besides: a float32 copy, or where only parts are stepped, one of its own type."""
+    return f"{_FLOAT32 if load.master_weights == 'float32' else ELEMENT_BYTES[load.dtype]} bytes"
 
 
 def _activations_formula(load: TrainerLoad) -> str:

@@ -318,6 +318,7 @@ def trainer_load(recipe: Recipe) -> TrainerLoad:
         sync_every_row=trainer.sync_every_row or trainer.parallel == "deepspeed",
         copies_beside=trainer.parallel == "deepspeed",
         layers_alone=trainer.parallel == "ddp",
+        state_ranks=trainer.num_ranks if trainer.parallel == "zero1" else 1,
     )
 
 

@@ -159,7 +159,9 @@ def _optimizer(plan: Plan, machine: Machine) -> float:
     trained = adapter_numbers(facts, load) or facts.parameters
     width = 4 if trainer.master_weights == "float32" or trainer.offload_optimizer else ELEMENT_BYTES[recipe.model.dtype]
     summed = 2 * (ranks - 1) / ranks * trained * width / link(machine, ranks)
-    if trainer.parallel in ("fsdp2", "deepspeed"):
+    if trainer.parallel == "zero1":
+        summed += (ranks - 1) / ranks * trained * ELEMENT_BYTES[recipe.model.dtype] / link(machine, ranks)
+    if trainer.parallel in ("zero1", "fsdp2", "deepspeed"):
         trained = math.ceil(trained / (trainer.shard_ranks or ranks))
     stepped = trained * (_OFFLOAD_BYTES / _CPU_MEMORY if trainer.offload_optimizer else 36 / (machine.gpu.bandwidth_gb_s * 1e9))
     return (summed + stepped) * trainer.num_iterations * trainer.optimizer_steps_per_batch

@@ -278,6 +278,10 @@ def lay_out(model: torch.nn.Module, settings: TrainerSettings, ranks: Ranks, exa
         return Zero3(model, settings, ranks, exact)
     if settings.parallel == "fsdp2":
         return Sharded(model, settings, ranks, exact)
+    if settings.parallel == "zero1":
+        from polyturn.trainer.state_shards import StateShards
+
+        return StateShards(model, settings, ranks, exact)
     if settings.tensor_ranks > 1:
         from polyturn.trainer.cut_copies import CutCopies
 

@@ -31,8 +31,9 @@ class TrainerSettings:
     compiled: bool = False
     float32_head: bool = False
     share_prefixes: Literal["auto", "on", "off"] = "off"
-    parallel: Literal["replicated", "fsdp2", "deepspeed"] = "replicated"
-    """Whether every rank holds whole weights, or a shard of each, PyTorch's or DeepSpeed's."""
+    parallel: Literal["replicated", "zero1", "fsdp2", "deepspeed"] = "replicated"
+    """Whether every rank holds everything, all but the whole state of the optimizer, or a shard of each weight, PyTorch's or
+    DeepSpeed's."""
     shard_ranks: int | None = None
     """Ranks that one sharded copy of the weights is cut over; None: all of them."""
     context_ranks: int = 1

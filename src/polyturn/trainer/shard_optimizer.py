@@ -107,7 +107,7 @@ class ShardOptimizer(NamedOptimizer):
         self._names = {id(shard): name for name, shard in zip(self._trained, self._shards, strict=True)}
         if masters:
             self._masters = {name: local_part(parameter) for name, parameter in self._trained.items()}
-        own = replace(settings, master_weights="none") if masters else settings
+        own = without_masters(settings)
         kind = RoundedOptimizer if own.master_weights == "stochastic" else InPlaceOptimizer
         self._inner = kind(self._shards, own)
 
@@ -129,6 +129,11 @@ class ShardOptimizer(NamedOptimizer):
         return DTensor.from_local(
             value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
+
+
+def without_masters(settings: TrainerSettings) -> TrainerSettings:
+    """`settings` of a rule whose parameters are the masters, where there are some."""
+    return replace(settings, master_weights="none") if settings.master_weights == "float32" else settings
 
 
 def local_part(tensor: Tensor) -> Tensor:

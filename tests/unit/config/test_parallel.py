@@ -21,6 +21,7 @@ SERVED = with_values(RECIPE, "engine", kind="hf_server")
         ({"num_ranks": 2, "tensor_ranks": 2}, "fsdp2"),
         ({"num_ranks": 4, "tensor_ranks": 2, "parallel": "ddp"}, "ddp"),
         ({"num_ranks": 3, "parallel": "deepspeed"}, "deepspeed"),
+        ({"num_ranks": 3, "parallel": "zero1"}, "zero1"),
     ],
 )
 def test_it_follows_from_the_number_of_ranks(given, found):
@@ -37,6 +38,7 @@ def test_rows_are_cut_over_ranks_with_whole_weights_and_with_shards():
 
 SHARDS = {"num_ranks": 4, "parallel": "fsdp2"}
 LAYERS = {"num_ranks": 2, "parallel": "ddp", "tensor_ranks": 2}
+STATE = {"num_ranks": 2, "parallel": "zero1"}
 ZERO3 = {"num_ranks": 4, "parallel": "deepspeed"}
 HALF = with_values(SERVED, "model", dtype="bfloat16")
 
@@ -81,6 +83,11 @@ HALF = with_values(SERVED, "model", dtype="bfloat16")
         (with_values(SERVED, "trainer", **SHARDS, tensor_ranks=3), "tensor_ranks=3 does not divide.*use 2 or 4"),
         (with_values(SERVED, "trainer", **SHARDS, tensor_ranks=2, context_ranks=2), "use one of the two, the second"),
         (with_values(SERVED, "trainer", **SHARDS, tensor_ranks=2, shard_ranks=2), "leave it out"),
+        (with_values(SERVED, "trainer", parallel="zero1"), "there is nobody to share with"),
+        (with_values(SERVED, "trainer", **STATE, optimizer="adamw_8bit"), "zero1 with trainer.optimizer=adamw_8bit"),
+        (with_values(SERVED, "trainer", **STATE, offload_optimizer=True), "zero1 with trainer.offload_optimizer=true"),
+        (with_values(SERVED, "trainer", **STATE, tensor_ranks=2), "tensor_ranks=2 with trainer.parallel=zero1: use ddp"),
+        (with_values(SERVED, "trainer", **STATE, shard_ranks=2), "shard_ranks=2 with trainer.parallel=zero1"),
         (with_values(RECIPE, "trainer", **LAYERS), "tensor_ranks=2 with engine.kind=hf: such an engine is in the driver's"),
         (with_values(SERVED, "trainer", **LAYERS, optimizer="adamw_8bit"), "tensor_ranks=2 with trainer.optimizer=adamw_8bit"),
         (with_values(SERVED, "trainer", **LAYERS, sync_every_row=True), "sync_every_row=true with trainer.parallel=ddp"),

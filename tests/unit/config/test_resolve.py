@@ -465,6 +465,13 @@ def beside(**sections) -> Recipe:
         ),
         (beside(trainer=CUT | {"parallel": "ddp"}, engine=PARTS), "single_copy", "so they hold one copy"),
         (
+            beside(
+                trainer={"devices": [3, 4], "num_ranks": 2, "parallel": "zero1"}, engine={"devices": [3, 4], "num_servers": 2}
+            ),
+            "single_copy",
+            "so they hold one copy",
+        ),
+        (
             beside(trainer={"devices": [3, 4], "num_ranks": 2}, engine={"devices": [4]}),
             "restart",
             "trainer.num_ranks=2 and engine.num_servers=1",

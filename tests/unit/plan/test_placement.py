@@ -192,6 +192,17 @@ def test_ranks_that_share_the_layers_of_a_server_s_parts():
         term(plan, 0, "gathered weights")
 
 
+def test_ranks_that_share_the_state_of_the_optimizer():
+    two = {"num_ranks": 2}
+    copies, parts = (plan_of(trainer=two | {"parallel": kind}) for kind in ("ddp", "zero1"))
+    for name in ("weights", "gradients", "activations"):
+        assert term(parts, 0, name) == term(copies, 0, name)
+    for name in ("master weights", "optimizer state"):
+        assert term(parts, 0, name) == pytest.approx(term(copies, 0, name) / 2, rel=1e-6)
+    plain = {"parallel": "zero1", "master_weights": "none"}
+    assert term(plan_of(trainer=two | plain), 0, "master weights") == facts_of().parameters, "2 bytes of every second row"
+
+
 def test_a_model_too_large_for_one_gpu_is_served_by_two():
     one = plan_of("Qwen/Qwen2.5-72B", engine={"kind": "vllm_server"})
     four = plan_of("Qwen/Qwen2.5-72B", engine={"kind": "vllm_server", "tensor_parallel_size": 4})

@@ -120,12 +120,23 @@ def test_copies_that_are_cut_over_two_ranks_each():
     assert all(max(gaps.values()) < 5e-6 for gaps in found.values()), found
 
 
+ZERO1_CASES = tuple(name for name in CASES if name != "summed after every row")
+
+
+@pytest.mark.parametrize(("size", "only"), [(2, ZERO1_CASES), (4, FEW)], ids=["2", "4"])
+def test_parts_of_the_optimizer_s_state_train_as_whole_copies_do(size, only):
+    (found,) = play("zero1", size, *only)
+    assert found.keys() == set(only)
+    assert all(gaps.pop("as copies") for gaps in found.values()), found
+    assert not {name: gaps for name, gaps in found.items() if max(gaps.values()) > close(name)}
+
+
 def test_compiled_layers():
     (found,) = play("compiled", 2)
     assert max(found["compiled"].values()) < 5e-6
 
 
-@pytest.mark.parametrize(("parallel", "tensor"), [("fsdp2", 1), ("fsdp2", 2), ("ddp", 2)])
+@pytest.mark.parametrize(("parallel", "tensor"), [("fsdp2", 1), ("fsdp2", 2), ("ddp", 2), ("zero1", 1)])
 def test_a_saved_state_goes_on_exactly(parallel, tensor):
     zero, one = play("resumed", 2, f"parallel={parallel}", f"tensor={tensor}", waited_for=(0, 1))
     for found in (zero, one):
@@ -135,16 +146,17 @@ def test_a_saved_state_goes_on_exactly(parallel, tensor):
     parameters = 2 * (48 * 32) + 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32)
     if tensor == 2:  # embedding, head and norms are on both
         parameters += 2 * (48 * 32) + 32 + 2 * 2 * 32
-    each = 12 if parallel == "fsdp2" else 14  # copies of the policy have masters beside their bfloat16 weights
+    # Copies of the policy have masters beside their bfloat16 weights, and both ranks have these where only the state is cut.
+    each = {"fsdp2": 12, "ddp": 14, "zero1": 16}[parallel]
     assert zero["masters"]["held"] + one["masters"]["held"] == each * parameters + 2 * 4 * (3 + 2 * 9)
 
 
-@pytest.mark.parametrize("parallel", ["fsdp2", "ddp"])
-def test_files_of_cut_layers_are_read_by_ranks_of_cut_and_of_whole_ones(parallel):
-    for found in play("loaded", 4, f"parallel={parallel}", "tensor=2", waited_for=(0, 3)):
+@pytest.mark.parametrize(("parallel", "tensor"), [("fsdp2", 2), ("ddp", 2), ("zero1", 1)])
+def test_files_of_parts_are_read_by_ranks_of_parts_and_of_wholes(parallel, tensor):
+    for found in play("loaded", 4, f"parallel={parallel}", f"tensor={tensor}", waited_for=(0, 3)):
         assert found.pop("adamw, tensors") == 4 * 21
         assert found.pop("masters, tensors") == (4 if parallel == "fsdp2" else 5) * 21
-        assert len(found) == (5 if parallel == "fsdp2" else 3)
+        assert len(found) == {"fsdp2": 5, "ddp": 3, "zero1": 4}[parallel]
         assert all(found.values()), found
 
 
