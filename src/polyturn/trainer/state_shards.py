@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,10 @@ class StateShards(Replicated):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._processes, self._mesh = ranks, ranks.mesh(device.type, ranks.size)
+
+    def meeting(self, what: str) -> AbstractContextManager[None]:
+        """See `Layout.meeting`: a save gathers."""
+        return met(self._processes, what)
 
     def optimizer(self) -> PolicyOptimizer:
         """See `Layout.optimizer`."""
