@@ -31,6 +31,7 @@ class SharingStub:
         self.forgets = True
         self.refused: str | None = None
         self.device = "cpu"
+        self.gpu: str | None = None
         self.workers = 1
         self.token = token
         self.url = ""
@@ -76,7 +77,7 @@ class SharingStub:
     # ── the extension ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def polyturn_state(self) -> dict[str, Any]:
-        return {"weight_version": self.label, "device": self.device, "receives": True, "shared": self.identity}
+        return {"weight_version": self.label, "device": self.device, "gpu": self.gpu, "receives": True, "shared": self.identity}
 
     polyturn_settle = polyturn_state
 

@@ -31,6 +31,7 @@ from polyturn.engine.vllm_tensors import (
 from polyturn.errors import WeightSyncError
 from polyturn.weight_sync.base import checksum
 from polyturn.weight_sync.labels import BACKEND, BROKEN_LABEL, DEFAULT_LABEL, WEIGHT_LABEL
+from polyturn.weight_sync.shared_tensors import uuid_of
 from polyturn.weight_sync.transfer import BUCKET_BYTES, NUM_BUFFERS, InitInfo, TransferGroup, UpdateInfo, receive
 
 KEEP_PACKED_HEAD = "POLYTURN_TEST_KEEP_PACKED_HEAD"
@@ -197,9 +198,11 @@ class Extension:
         worker: Any = self
         backend = worker.weight_transfer_engine
         known = isinstance(backend, PolyturnTransfer)
+        device = torch.device(worker.device)
         return {
             "weight_version": backend.label if known else os.environ.get(WEIGHT_LABEL, DEFAULT_LABEL),
-            "device": torch.device(worker.device).type,
+            "device": device.type,
+            "gpu": uuid_of(device) if device.type == "cuda" else None,
             "receives": known,
             "shared": getattr(getattr(worker, _SHARE, None), "identity", None),
         }

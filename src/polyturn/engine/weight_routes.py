@@ -17,6 +17,7 @@ from polyturn.errors import EngineError
 from polyturn.processes.threads import in_thread, in_thread_within
 from polyturn.weight_sync.base import checksum
 from polyturn.weight_sync.labels import DEFAULT_LABEL
+from polyturn.weight_sync.shared_tensors import uuid_of
 from polyturn.weight_sync.transfer import InitInfo, TransferGroup, UpdateInfo, receive
 
 JOIN_GRACE_S = 1.0
@@ -101,8 +102,13 @@ class WeightRoutes:
     async def describe(self, body: dict[str, Any], *, checksums: bool) -> dict[str, Any]:
         """Names, types and shapes of all weights; with `checksums`, of their bits (as text: they have 64 bits)."""
         own = self._engine.named_weights()
-        device = next(iter(own.values())).device.type
-        answer: dict[str, Any] = {"weights": UpdateInfo.of(own).to_json(), "device": device, "weight_version": self.label}
+        device = next(iter(own.values())).device
+        answer: dict[str, Any] = {
+            "weights": UpdateInfo.of(own).to_json(),
+            "device": device.type,
+            "gpu": uuid_of(device) if device.type == "cuda" else None,
+            "weight_version": self.label,
+        }
         if checksums:
             answer["checksums"] = await in_thread(_checksums, own)
         return answer

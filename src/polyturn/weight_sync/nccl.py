@@ -28,7 +28,8 @@ from polyturn.processes.threads import in_thread
 from polyturn.weight_sync.base import WeightSource, check_coverage, check_sums
 from polyturn.weight_sync.labels import DEFAULT_LABEL
 from polyturn.weight_sync.probe import Probe
-from polyturn.weight_sync.servers import Described, WeightServer
+from polyturn.weight_sync.servers import Described, WeightServer, refuse_shared_gpus
+from polyturn.weight_sync.shared_tensors import uuid_of
 from polyturn.weight_sync.transfer import (
     BUCKET_BYTES,
     NCCL_BUCKET_BYTES,
@@ -196,6 +197,9 @@ class NcclBridge:
         sizes = [answer["world_size"] for answer in await self._ask_all("meet", "GET", "/get_world_size", version)]
         on_gpus = all(one.device == "cuda" for one in told) and next(iter(weights.values())).device.type == "cuda"
         device = next(iter(weights.values())).device if on_gpus else torch.device("cpu")
+        if on_gpus:
+            members = [(url, one.gpus) for url, one in zip(self._urls, told, strict=True)]
+            refuse_shared_gpus([("the trainer", [uuid_of(device)]), *members])
         self.bucket_bytes = self._given_bucket_bytes or (NCCL_BUCKET_BYTES if on_gpus else BUCKET_BYTES)
         listener = listen(self._host)
         info = partial(

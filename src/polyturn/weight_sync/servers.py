@@ -6,7 +6,7 @@ versions before 0.28, giving an update up) the extension answers through `/colle
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -32,6 +32,8 @@ class Described:
     device: str
     aliases: Mapping[str, str]
     """Names of tensors that are another one, and of which."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs of its workers, as far as it says them."""
     unknown: str | None = None
     """Why `weights` is empty: a layer whose tensors have no names that are known. The server may take a push all the same."""
 
@@ -54,7 +56,13 @@ class WeightServer:
         try:
             told = await self.ask("GET", WEIGHTS_ROUTE)
             self.kind = "hf_server"
-            return Described(kind="hf_server", weights=UpdateInfo.from_json(told["weights"]), device=told["device"], aliases={})
+            return Described(
+                kind="hf_server",
+                weights=UpdateInfo.from_json(told["weights"]),
+                device=told["device"],
+                aliases={},
+                gpus=_gpus([told]),
+            )
         except AskError as error:
             if error.status != 404:
                 raise
@@ -68,7 +76,12 @@ class WeightServer:
         first = workers[0]
         weights = UpdateInfo.from_json(first["weights"])
         return Described(
-            kind="vllm", weights=weights, device=first["device"], aliases=first["aliases"], unknown=first["unknown"]
+            kind="vllm",
+            weights=weights,
+            device=first["device"],
+            aliases=first["aliases"],
+            gpus=_gpus(workers),
+            unknown=first["unknown"],
         )
 
     async def checksums(self) -> dict[str, int]:
@@ -167,3 +180,20 @@ class WeightServer:
 def identity_of(workers: Iterable[str]) -> str:
     """What a server is known by while it shares its weights, from what its workers are."""
     return "+".join(workers)
+
+
+def refuse_shared_gpus(members: Iterable[tuple[str, Sequence[str]]]) -> None:
+    """Raise WeightSyncError where two of those that would meet over NCCL, by name and by UUIDs of GPUs, are on one GPU."""
+    taken: dict[str, str] = {}
+    for name, gpus in members:
+        for gpu in gpus:
+            if gpu in taken:
+                raise WeightSyncError(
+                    f"{taken[gpu]} and {name} are on one GPU ({gpu}), and NCCL takes a GPU into a group once, and refuses "
+                    "or hangs; give each a GPU of its own, or use another weight_sync.mode"
+                )
+            taken[gpu] = name
+
+
+def _gpus(workers: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    return tuple(str(worker["gpu"]) for worker in workers if worker.get("gpu") is not None)
