@@ -53,8 +53,8 @@ class LiveRun(StubRun):
         eventually(lambda: len(self.steps) >= 2 or self.process.poll() is not None, "the second step")
         assert self.process.poll() is None, self.err
 
-    def end(self) -> Ended:
-        code = self.process.wait(END_S)
+    def end(self, limit_s: float = END_S) -> Ended:
+        code = self.process.wait(limit_s)
         self.assert_nothing_left()
         return Ended(code, self.out, self.err)
 
