@@ -71,6 +71,9 @@ def run_agent(role: Role, argv: tuple[str, ...], num_ranks: int) -> int:
     ):
         try:
             launch_agent(config, argv[0], list(argv[1:]))
+            # All ended with 0. Of those that the agent collected first, the watch saw nothing.
+            for rank in range(num_ranks):
+                write_ending(role.folder, f"trainer-{rank}", 0)
         except ChildFailedError as error:
             codes = watch.codes | {rank: failure.exitcode for rank, failure in error.failures.items()}
             for rank in codes.keys() - watch.codes.keys():

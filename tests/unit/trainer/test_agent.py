@@ -21,9 +21,10 @@ AGENT = """
 import sys
 from pathlib import Path
 from polyturn.processes.role import Role
-from polyturn.trainer.agent import run_agent
+from polyturn.trainer import agent
+agent._LOOK_S = float(sys.argv[3])
 role = Role(name="trainer-agent", folder=Path(sys.argv[1]))
-sys.exit(run_agent(role, (sys.executable, "-c", sys.argv[2], "trainer-${local_rank}"), 2))
+sys.exit(agent.run_agent(role, (sys.executable, "-c", sys.argv[2], "trainer-${local_rank}"), 2))
 """
 RANK = """
 import os, signal, sys, time
@@ -43,14 +44,14 @@ WAITS = RANK + "dist.barrier() if dist.get_rank() else time.sleep(600)"
 
 
 class Agent:
-    def __init__(self, folder: Path, rank: str) -> None:
+    def __init__(self, folder: Path, rank: str, *, look_s: float = 0.1) -> None:
         self.folder = RunFolder.create(folder, "run").root
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
         more = {"FOLDER": str(folder), "TMPDIR": str(self.temporary), "GLOO_SOCKET_IFNAME": "lo"}
         self.said = [folder / f"{number}.txt" for number in range(2)]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", AGENT, str(self.folder), rank],
+            [sys.executable, "-c", AGENT, str(self.folder), rank, str(look_s)],
             stderr=subprocess.PIPE,
             text=True,
             env=child_environment(**more),
@@ -85,6 +86,14 @@ def test_ranks_meet_on_the_loopback_device(tmp_path):
     assert agent.end()[0] == 0
     assert [path.read_text().split()[:2] for path in agent.said] == [["3.0", "127.0.0.1"]] * 2
     assert agent.endings() == [0, 0]
+
+
+@pytest.mark.parametrize(("last", "codes", "code"), [("pass", [0, 0], 0), ("sys.exit(dist.get_rank() * 5)", [None, 5], 5)])
+def test_how_ranks_ended_is_known_also_when_the_agent_collects_them_first(tmp_path, last, codes, code):
+    agent = Agent(tmp_path, RANK + last, look_s=600)
+    assert agent.end()[0] == code
+    found = agent.endings()
+    assert [one for one, wanted in zip(found, codes, strict=True) if wanted is not None] == [c for c in codes if c is not None]
 
 
 def open_to_all(line: str) -> bool:
