@@ -28,7 +28,8 @@ NUM_KILLS = 10
     ids=["ddp", "fsdp2", "context", "tensor"],
 )
 def test_the_tiny_recipe_learns_as_in_one_process(bench: Bench, live_run, ranks):
-    recipe, steps = ROOT / "recipes" / "quickstart" / "recipe.yaml", 16
+    # That it learns is shown once; the other ways to share the work must begin as one process does.
+    recipe, steps = ROOT / "recipes" / "quickstart" / "recipe.yaml", 16 if ranks == ("parallel=ddp",) else 3
     words = (f"run.steps={steps}", "evaluation.episodes=8", "evaluation.modes=[greedy]")
     alone = bench.raw("train", str(recipe), f"run.output_dir={bench.runs}", *words)
     together: LiveRun = live_run(*words, *(f"trainer.{word}" for word in ranks), recipe=recipe)
@@ -37,8 +38,9 @@ def test_the_tiny_recipe_learns_as_in_one_process(bench: Bench, live_run, ranks)
     curves = [[step["reward"] for step in found] for found in (alone.steps, together.steps)]
     assert [len(curve) for curve in curves] == [steps, steps]
     assert curves[0][0] == pytest.approx(curves[1][0]), "the first step: the same tasks, the same noise, the same weights"
-    for curve in curves:
-        assert sum(curve[-4:]) / 4 > sum(curve[:4]) / 4 + 0.25, curve
+    assert alone.steps[0]["grad_norm"] == pytest.approx(together.steps[0]["grad_norm"], rel=1e-3)
+    if steps > 3:
+        assert all(sum(curve[-4:]) / 4 > sum(curve[:4]) / 4 + 0.25 for curve in curves), curves
     assert all(step["mismatch_max"] < 1e-4 and step["policy_age"] == 0 for step in together.steps)
     assert (together.folder.export / "model.safetensors").is_file()
     assert {path.stem for path in together.folder.logs.glob("*.log")} == {*ROLES, "all"}

@@ -117,3 +117,11 @@ def bench(tmp_path: Path, colours_model: Path, capsys: pytest.CaptureFixture[str
     """A recipe of two short steps on a random model, its run folders and its cache in a temporary folder."""
     monkeypatch.setenv("POLYTURN_CACHE", str(tmp_path / "cache"))
     return Bench(tmp_path, colours_model, capsys)
+
+
+def polyturn(folder: Path, *argv: str) -> Ended:
+    """`polyturn ARGV` in a process of its own, with a cache of its own in `folder`."""
+    words = [sys.executable, "-m", "polyturn", *argv, f"run.output_dir={folder / 'runs'}"]
+    environment = child_environment(POLYTURN_CACHE=str(folder / "cache"), OMP_NUM_THREADS="2")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=1800, env=environment, cwd=ROOT)
+    return Ended(done.returncode, done.stdout, done.stderr)
