@@ -78,6 +78,8 @@ def server_arguments(recipe: Recipe, model: Path, *, port: int, on_gpu: bool, vl
         if recipe.weight_sync.mode == "single_copy":
             given["quantization"] = PLAIN  # layers that pack their weights would compute with copies of them
         given["enforce_eager"] = True  # compiling takes longer on a CPU than it saves
+        # vLLM takes a draw back when it has a part of a prompt only, and on a CPU ends where a request has a seed of its own.
+        given["enable_chunked_prefill"] = False
     lora = recipe.model.lora
     if lora is not None:
         # Two at a time: requests that began with the old one may still be under way when the new one comes.

@@ -63,6 +63,14 @@ def test_an_older_vllm_has_its_token_route_switched_on_already():
     assert "--enable-scale-out" not in words_of(recipe(), vllm=OLD)
 
 
+def test_on_a_cpu_prompts_come_as_a_whole():
+    """Parts of prompts end vLLM 0.32 there: `RuntimeError: CPU Generator does not use offset`."""
+    flag = "--no-enable-chunked-prefill"
+    assert flag in words_of(recipe())
+    assert flag not in words_of(recipe(), on_gpu=True)
+    assert words_of(recipe(engine={"extra_args": {"enable_chunked_prefill": True}}))["--enable-chunked-prefill"] is True
+
+
 def test_on_a_cpu_weights_that_are_shared_are_not_packed():
     shared = recipe(weight_sync={"mode": "single_copy"})
     assert words_of(shared)["--quantization"] == "polyturn_plain"
