@@ -7,6 +7,7 @@ that hangs is ended at its deadline and the next one begins; its last words are 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -14,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,18 @@ def _read(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     return found
+
+
+def options_of(doc: str | None, names: Iterable[str], *, case_limit_s: float, wanted: Sequence[str] | None = None) -> Any:
+    """A parser of what all such benchmarks take: a result file, which cases, limits; and which case to be, from `run_cases`."""
+    names = list(names)
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cases", nargs="+", choices=names, default=list(wanted or names))
+    parser.add_argument("--limit-s", type=float, default=540.0, help="of the whole call")
+    parser.add_argument("--case-limit-s", type=float, default=case_limit_s)
+    parser.add_argument("--inside", choices=names, help=argparse.SUPPRESS)
+    return parser
 
 
 def python(script: str, *arguments: str) -> list[str]:

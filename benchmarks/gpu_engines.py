@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cases import ENVIRONMENT, Record, Told, end_on_signal, python, run_cases
+from cases import ENVIRONMENT, Record, Told, end_on_signal, options_of, python, run_cases
 from engine_measuring import Sizes, measure, named, prompts_of, rate, share, vllm_sampling
 from engine_roles import last_words, take_trainers_variables
 
@@ -183,14 +183,9 @@ def inside(name: str, options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the cases that are named, or all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--limit-s", type=float, default=540.0, help="of the whole call")
-    parser.add_argument("--case-limit-s", type=float, default=240.0)
+    parser = options_of(__doc__, CASES, case_limit_s=240.0)
     parser.add_argument("--model", default="builtin:smollm2")
     parser.add_argument("--small", action="store_true", help="few tokens, to try everything on a CPU")
-    parser.add_argument("--inside", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
         inside(options.inside, options)

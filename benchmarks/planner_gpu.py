@@ -18,7 +18,6 @@ At the end: median and worst error, over all cases and by kind, and the count.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
@@ -28,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cases import ENVIRONMENT, Record, Told, end_on_signal, python, run_cases
+from cases import ENVIRONMENT, Record, Told, end_on_signal, options_of, python, run_cases
 
 from polyturn.config.resolve import resolve
 from polyturn.config.schema import Recipe
@@ -381,13 +380,7 @@ def summary(record: Record) -> dict[str, Any]:
 
 def main() -> None:
     """Run the cases that are named, or all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cases", nargs="+", choices=[*CASES, *TRIALS], default=list(CASES))
-    parser.add_argument("--limit-s", type=float, default=540.0, help="of the whole call")
-    parser.add_argument("--case-limit-s", type=float, default=180.0)
-    parser.add_argument("--inside", choices=[*CASES, *TRIALS], help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = options_of(__doc__, [*CASES, *TRIALS], case_limit_s=180.0, wanted=list(CASES)).parse_args()
     if options.inside:
         end_on_signal()
         case = (CASES | TRIALS)[options.inside]

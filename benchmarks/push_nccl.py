@@ -1,6 +1,6 @@
 """Seconds of a weight push over a process group, from pause to resume, by phase: NCCL from one GPU to another.
 
-    python benchmarks/push_nccl.py --out benchmarks/results/push_nccl.json [--models 1.5B 7B] [--pushes 9] [--limit-s 300]
+    python benchmarks/push_nccl.py --out benchmarks/results/push_nccl.json [--cases 1.5B 7B] [--pushes 9] [--limit-s 300]
 
 Two GPUs: on the first a trainer's model of the shape (random bfloat16 weights), on the second a vLLM server that started with
 dummy weights of the same shape, as a run starts it. Every push brings other values, so that one which did nothing would show:
@@ -12,7 +12,7 @@ Medians over the pushes after the first, which also meets. Phases: `pause`, `sta
 trainer, `sent` until it had sent everything, `received` from then until the servers said that they have it), `finish`,
 `confirm`, `reset the prefix cache`, `resume`. `gb_per_s` is the model's bytes over `update`.
 
-A case is a process of its own with a deadline. On a CPU (`--models tiny`) the same goes over gloo.
+A case is a process of its own with a deadline. On a CPU (`--cases tiny`) the same goes over gloo.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cases import ENVIRONMENT, Record, Told, end_on_signal, python, run_cases
+from cases import ENVIRONMENT, Record, Told, end_on_signal, options_of, python, run_cases
 from engine_roles import engine_roles, last_words, take_trainers_variables
 
 from polyturn.config.schema import Recipe
@@ -157,13 +157,8 @@ def inside(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the shapes that are named, one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["1.5B", "7B"])
+    parser = options_of(__doc__, MODELS, case_limit_s=260.0, wanted=["1.5B", "7B"])
     parser.add_argument("--pushes", type=int, default=9)
-    parser.add_argument("--limit-s", type=float, default=540.0, help="of the whole call")
-    parser.add_argument("--case-limit-s", type=float, default=260.0)
-    parser.add_argument("--inside", choices=MODELS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
         inside(options)
@@ -177,7 +172,7 @@ def main() -> None:
 
     record = Record(options.out, {**describe_machine(packages=PACKAGES), "vllm": find_vllm().version})
     run_cases(
-        options.models,
+        options.cases,
         command,
         record,
         limit_s=options.limit_s,

@@ -3,8 +3,8 @@
     python benchmarks/shared_copies.py --out benchmarks/results/shared_copies.json [--cases NAME ...] [--limit-s 540]
 
 A case is `polyturn train` on the quickstart's tasks, with every push checked by checksums. `tiny` is the quickstart's own
-model, `wide` one with random weights in the layers of Qwen2.5-1.5B, which learns nothing and weighs 1.3 billion parameters. In
-the result for each case, from the run's own metrics file:
+model, `wide` one with random weights in the layers of Qwen2.5-1.5B, which weighs 1.3 billion parameters and gets rewards at
+random (`random_rewards.py`). In the result for each case, from the run's own metrics file:
 
 - `mismatch`, `mismatch_max`: of log-probabilities, engine against trainer, over all steps: near zero in float32, and in
   bfloat16 what rounding makes of it. `policy_age` is 0 when nothing was sampled from older weights.
@@ -28,10 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cases import ENVIRONMENT, Record, Told, end_on_signal, python, run_cases
+from cases import ENVIRONMENT, Record, Told, end_on_signal, options_of, python, run_cases
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "quickstart" / "recipe.yaml"
+RANDOM = "random_rewards:RandomRewards"
 QWEN_1_5B = {
     "hidden_size": 1536,
     "intermediate_size": 8960,
@@ -83,7 +84,7 @@ def words_of(case: Case, model: str, folder: Path, *, steps: int, on_gpu: bool) 
         "weight_sync.verify_every=1",
         "weight_sync.max_mismatch=1.0",
         "evaluation.episodes=0",
-        *(("trainer.learning_rate=1e-6",) if case.model == "wide" else ()),
+        *((f"environment.id={RANDOM}", "trainer.learning_rate=1e-6") if case.model == "wide" else ()),
         *(placed if on_gpu else ()),
         *case.words,
     ]
@@ -183,14 +184,9 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """Run the cases that are named, or all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--limit-s", type=float, default=540.0, help="of the whole call")
-    parser.add_argument("--case-limit-s", type=float, default=240.0)
+    parser = options_of(__doc__, CASES, case_limit_s=240.0)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--small", action="store_true", help="narrow layers, to try everything on a CPU")
-    parser.add_argument("--inside", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--wide", help=argparse.SUPPRESS)
     parser.add_argument("--gpus", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -214,14 +210,15 @@ def main() -> None:
         record = Record(options.out, about)
         # Parts of a server on a CPU have cores of their own, which no variable of a benchmark may take from them.
         unbound = {key: value for key, value in ENVIRONMENT.items() if key != "VLLM_CPU_OMP_THREADS_BIND"}
-        paths = {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))}
+        folders = (str(ROOT / "src"), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH"))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
         run_cases(
             options.cases,
             command,
             record,
             limit_s=options.limit_s,
             case_limit_s=options.case_limit_s,
-            environment={**unbound, **paths},
+            environment=unbound,
         )
 
 

@@ -49,7 +49,7 @@ def test_engines(tmp_path):
 
 
 def test_pushes(tmp_path):
-    found = run("push_nccl.py", tmp_path / "push.json", "--models", "deep", "--pushes", "3")["deep"]
+    found = run("push_nccl.py", tmp_path / "push.json", "--cases", "deep", "--pushes", "3")["deep"]
     assert (found["backend"], found["checksums_compared"], len(found["pushes"])) == ("gloo", 2, 4)
     middle = found["median"]
     assert middle["pause_to_resume_s"] <= middle["whole_s"]
@@ -61,3 +61,11 @@ def test_planner(tmp_path):
     found = run("planner_gpu.py", tmp_path / "planner.json", "--cases", *cases)
     assert all(found[name]["ran"] for name in cases)
     assert all(found[name]["planned_gib"] >= 0 for name in cases)
+
+
+def test_runs_with_one_copy(tmp_path):
+    found = run("shared_copies.py", tmp_path / "copies.json", "--small", "--steps", "2", "--cases", "one server/wide")
+    one = found["one server/wide"]
+    assert (one["code"], one["steps"], one["policy_version"], one["policy_age"]) == (0, 2, 2, 0)
+    assert one["mismatch_max"] < 1e-4
+    assert one["push_s"] > 0
