@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from polyturn.errors import RankError
+from polyturn.trainer.buckets import in_buckets
 from polyturn.trainer.context import Context
 from polyturn.trainer.roll_call import RollCall
 
@@ -190,7 +191,7 @@ class ProcessRanks:
         Sent in buckets, so that many small tensors cost as little as few large ones.
         """
         with self._collective(what):
-            for bucket in _buckets(tensors):
+            for bucket in in_buckets(tensors, _BUCKET_BYTES):
                 flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
                 dist.all_reduce(flat, group=group or self._group)
                 for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
@@ -286,18 +287,3 @@ def _lost(what: str, error: BaseException, deadline_s: float, key: str, roll: Ro
     gone = roll.missing() if roll is not None else []
     who = f"{' and '.join(gone)} can't be heard any more" if gone else "another rank ended"
     return RankError(f"waited for {what} and lost it: {first}; {who}, or took longer than {key}={deadline_s:g}")
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one type and device, in order, up to a bucket's bytes together."""
-    bucket: list[Tensor] = []
-    held = 0
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if bucket and (held + size > _BUCKET_BYTES or (tensor.dtype, tensor.device) != (bucket[0].dtype, bucket[0].device)):
-            yield bucket
-            bucket, held = [], 0
-        bucket.append(tensor)
-        held += size
-    if bucket:
-        yield bucket

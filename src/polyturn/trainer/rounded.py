@@ -4,7 +4,7 @@ average. Parameters become float32 for the length of their own update only, a fe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from polyturn.config.memory import Held, Placed
+from polyturn.trainer.buckets import in_buckets
 from polyturn.trainer.in_place import apply, bytes_of, forget_gradients, gradient_bytes, gradient_of, state_bytes
 from polyturn.trainer.rounding import stochastic_bfloat16
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.update_rules import build_rule
 
-_BUCKET_NUMBERS = 32 << 20
-"""Parameters that are float32 at one time, unless a single tensor has more."""
+_BUCKET_BYTES = 64 << 20
+"""Of the parameters that are float32 at one time, unless a single tensor has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class RoundedOptimizer:
     def __init__(self, parameters: Sequence[torch.nn.Parameter], settings: TrainerSettings) -> None:
         self._parameters = list(parameters)
         self._buckets = []
-        for bucket in _buckets(parameters):
+        for bucket in in_buckets(parameters, _BUCKET_BYTES):
             shadows = [torch.nn.Parameter(_nothing(parameter.device)) for parameter in bucket]
             stands_for = [(shadow, parameter.ndim) for shadow, parameter in zip(shadows, bucket, strict=True)]
             self._buckets.append(_Bucket(bucket, shadows, build_rule(stands_for, settings)))
@@ -97,19 +98,6 @@ class RoundedOptimizer:
                 optimizer_state=state_bytes(bucket.rule for bucket in self._buckets),
             )
         )
-
-
-def _buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    bucket: list[torch.nn.Parameter] = []
-    count = 0
-    for parameter in parameters:
-        if bucket and count + parameter.numel() > _BUCKET_NUMBERS:
-            yield bucket
-            bucket, count = [], 0
-        bucket.append(parameter)
-        count += parameter.numel()
-    if bucket:
-        yield bucket
 
 
 def _nothing(device: torch.device) -> Tensor:

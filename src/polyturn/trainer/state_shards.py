@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from polyturn.config.memory import Held, Placed
+from polyturn.trainer.buckets import in_buckets
 from polyturn.trainer.in_place import InPlaceOptimizer, bytes_of, forget_gradients, gradient_of
 from polyturn.trainer.optimizer import PolicyOptimizer
 from polyturn.trainer.parallel import Replicated, met
@@ -28,8 +29,8 @@ from polyturn.trainer.rounded import RoundedOptimizer
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.shard_optimizer import NamedOptimizer, without_masters
 
-_BUCKET_NUMBERS = 32 << 20
-"""Weights that are gathered at one time, unless a single tensor has more."""
+_BUCKET_BYTES = 64 << 20
+"""Of weights that are gathered at one time, unless a single tensor has more."""
 
 
 class StateShards(Replicated):
@@ -76,6 +77,7 @@ class StateShardOptimizer(NamedOptimizer):
             rows = self._own(exact.get(name, parameter.detach()))
             dtype = torch.float32 if masters else parameter.dtype
             self._rows[name] = torch.nn.Parameter(rows.to(parameter.device, dtype, copy=True))
+        self._whole_names = {id(parameter): name for name, parameter in self._trained.items()}
         self._names = {id(rows): name for name, rows in self._rows.items()}
         if masters:
             self._masters = {name: rows.detach() for name, rows in self._rows.items()}
@@ -109,7 +111,7 @@ class StateShardOptimizer(NamedOptimizer):
         super().step(learning_rate)
         forget_gradients(self._rows.values())
         with met(self._ranks, "the weights of an optimizer step"):
-            for bucket in self._buckets():
+            for bucket in in_buckets(self._trained.values(), _BUCKET_BYTES):
                 self._gather(bucket)
 
     def zero_grad(self) -> None:
@@ -150,25 +152,13 @@ class StateShardOptimizer(NamedOptimizer):
         like = self._trained[name]
         return DTensor.from_local(value, self._mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride())
 
-    def _buckets(self) -> Iterator[list[str]]:
-        bucket, count = list[str](), 0
-        for name, parameter in self._trained.items():
-            other = bool(bucket) and self._trained[bucket[0]].dtype != parameter.dtype
-            if bucket and (other or count + parameter.numel() > _BUCKET_NUMBERS):
-                yield bucket
-                bucket, count = [], 0
-            bucket.append(name)
-            count += parameter.numel()
-        if bucket:
-            yield bucket
-
-    def _gather(self, names: Sequence[str]) -> None:
+    def _gather(self, wholes: Sequence[torch.nn.Parameter]) -> None:
         """Give every rank all rows of these weights, in the weights' own type and memory."""
-        size, wholes = self._ranks.size, [self._trained[name] for name in names]
+        size = self._ranks.size
         lengths = [_each(whole, size) * (whole.numel() // len(whole)) for whole in wholes]
         own = torch.zeros(sum(lengths), dtype=wholes[0].dtype, device=wholes[0].device)
-        for name, place in zip(names, torch.split(own, lengths), strict=True):
-            rows = self._rows[name].detach().reshape(-1)
+        for whole, place in zip(wholes, torch.split(own, lengths), strict=True):
+            rows = self._rows[self._whole_names[id(whole)]].detach().reshape(-1)
             place[: len(rows)].copy_(rows)
         every = torch.empty(size * len(own), dtype=own.dtype, device=own.device)
         dist.all_gather_into_tensor(every, own, group=self._mesh.get_group())
