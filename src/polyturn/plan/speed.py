@@ -156,15 +156,25 @@ def _optimizer(plan: Plan, machine: Machine) -> float:
     recipe, facts = plan.recipe, plan.facts
     trainer, ranks = recipe.trainer, recipe.trainer.num_ranks
     load = trainer_load(recipe)
-    trained = adapter_numbers(facts, load) or facts.parameters
+    trained: float = adapter_numbers(facts, load) or facts.parameters
     width = 4 if trainer.master_weights == "float32" or trainer.offload_optimizer else ELEMENT_BYTES[recipe.model.dtype]
     summed = 2 * (ranks - 1) / ranks * trained * width / link(machine, ranks)
+    if load.layers_alone and trainer.tensor_ranks > 1:
+        trained, summed = _cut_layers(facts, trainer.tensor_ranks, width, ranks, machine)
     if trainer.parallel == "zero1":
         summed += (ranks - 1) / ranks * trained * ELEMENT_BYTES[recipe.model.dtype] / link(machine, ranks)
     if trainer.parallel in ("zero1", "fsdp2", "deepspeed"):
         trained = math.ceil(trained / (trainer.shard_ranks or ranks))
     stepped = trained * (_OFFLOAD_BYTES / _CPU_MEMORY if trainer.offload_optimizer else 36 / (machine.gpu.bandwidth_gb_s * 1e9))
     return (summed + stepped) * trainer.num_iterations * trainer.optimizer_steps_per_batch
+
+
+def _cut_layers(facts: ModelFacts, parts: int, width: float, ranks: int, machine: Machine) -> tuple[float, float]:
+    """Parameters that a rank steps where each layer is cut over so many, and seconds to sum their gradients over all ranks."""
+    own, groups = facts.parameters - facts.layer_weights * (1 - 1 / parts), ranks // parts
+    everywhere = facts.parameters - facts.layer_weights
+    among = 2 * (parts - 1) / parts * everywhere * width / link(machine, parts)
+    return own, among + 2 * (groups - 1) / groups * own * width / link(machine, ranks)
 
 
 def link(machine: Machine, gpus: int) -> float:

@@ -122,6 +122,16 @@ def test_what_a_push_takes_by_mode(sections, most):
     assert 0.9 * most <= seconds <= most or seconds <= most < 1
 
 
+def test_ranks_that_have_their_own_layers_sum_less():
+    """Two groups of two sum half of the layers, and all of the rest, where four copies sum everything."""
+    machine, servers = HARDWARE.machine("g5.48xlarge"), {"kind": "vllm_server"}
+    copies = time_of("Qwen/Qwen2.5-3B", machine, engine=servers, trainer={"num_ranks": 4, "parallel": "ddp"}).of("train")
+    cut = {"num_ranks": 4, "parallel": "ddp", "tensor_ranks": 2}
+    layers = time_of("Qwen/Qwen2.5-3B", machine, engine=servers, trainer=cut).of("train")
+    parts = time_of("Qwen/Qwen2.5-3B", machine, engine=servers, trainer={"num_ranks": 4, "parallel": "zero1"}).of("train")
+    assert layers < copies < parts, "the last gather new weights besides"
+
+
 def test_what_makes_a_step_faster():
     machine = HARDWARE.machine("p4de.24xlarge")
     servers = {"kind": "vllm_server"}
