@@ -102,6 +102,19 @@ def run_cases(
         print(name, json.dumps(record.of(name)), flush=True)
 
 
+def run_chosen(
+    options: Any,
+    command: Callable[[str, Path], Sequence[str]],
+    about: dict[str, Any],
+    environment: dict[str, str] = ENVIRONMENT,
+) -> Record:
+    """`run_cases` of those that `options_of` parsed; the result says of the machine what `about` says."""
+    record = Record(options.out, about)
+    limits = {"limit_s": options.limit_s, "case_limit_s": options.case_limit_s}
+    run_cases(options.cases, command, record, **limits, environment=environment)
+    return record
+
+
 def _run(
     name: str, argv: Sequence[str], file: Path, record: Record, *, limit_s: float, environment: dict[str, str] | None
 ) -> None:

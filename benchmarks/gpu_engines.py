@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cases import ENVIRONMENT, Record, Told, end_on_signal, options_of, python, run_cases
+from cases import Told, end_on_signal, options_of, python, run_chosen
 from engine_measuring import Sizes, measure, named, prompts_of, rate, share, vllm_sampling
 from engine_roles import last_words, take_trainers_variables
 
@@ -201,15 +201,8 @@ def main() -> None:
         words = ["--inside", name, "--out", str(file), "--model", options.model]
         return python(__file__, *words, *(["--small"] if options.small else []))
 
-    record = Record(options.out, {**describe_machine(packages=PACKAGES), "vllm": vllm_version(), "small": options.small})
-    run_cases(
-        options.cases,
-        command,
-        record,
-        limit_s=options.limit_s,
-        case_limit_s=options.case_limit_s,
-        environment=ENVIRONMENT,
-    )
+    about = {**describe_machine(packages=PACKAGES), "vllm": vllm_version(), "small": options.small}
+    record = run_chosen(options, command, about)
     alone = record.of("raw")
     shares = {
         name: {kind: share(found, f"{kind}_tokens_per_s", alone, f"{kind}_tokens_per_s") for kind in ("rollout", "fixed")}

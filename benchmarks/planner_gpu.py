@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cases import ENVIRONMENT, Record, Told, end_on_signal, options_of, python, run_cases
+from cases import Record, Told, end_on_signal, options_of, python, run_chosen
 
 from polyturn.config.resolve import resolve
 from polyturn.config.schema import Recipe
@@ -391,15 +391,8 @@ def main() -> None:
         return
     from machine import PACKAGES, describe_machine
 
-    record = Record(options.out, {**describe_machine(packages=PACKAGES), "headroom": HEADROOM})
-    run_cases(
-        options.cases,
-        lambda name, file: python(__file__, "--inside", name, "--out", str(file)),
-        record,
-        limit_s=options.limit_s,
-        case_limit_s=options.case_limit_s,
-        environment=ENVIRONMENT,
-    )
+    about = {**describe_machine(packages=PACKAGES), "headroom": HEADROOM}
+    record = run_chosen(options, lambda name, file: python(__file__, "--inside", name, "--out", str(file)), about)
     found = summary(record)
     record.add(summary=found)
     print(json.dumps(found, indent=1))

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cases import ENVIRONMENT, Record, Told, end_on_signal, options_of, python, run_cases
+from cases import Told, end_on_signal, options_of, python, run_chosen
 from engine_roles import engine_roles, last_words, take_trainers_variables
 
 from polyturn.config.schema import Recipe
@@ -170,15 +170,7 @@ def main() -> None:
     def command(name: str, file: Path) -> list[str]:
         return python(__file__, "--inside", name, "--out", str(file), "--pushes", str(options.pushes))
 
-    record = Record(options.out, {**describe_machine(packages=PACKAGES), "vllm": find_vllm().version})
-    run_cases(
-        options.cases,
-        command,
-        record,
-        limit_s=options.limit_s,
-        case_limit_s=options.case_limit_s,
-        environment=ENVIRONMENT,
-    )
+    run_chosen(options, command, {**describe_machine(packages=PACKAGES), "vllm": find_vllm().version})
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cases import ENVIRONMENT, Record, Told, end_on_signal, options_of, python, run_cases
+from cases import ENVIRONMENT, Told, end_on_signal, options_of, python, run_chosen
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "quickstart" / "recipe.yaml"
@@ -207,19 +207,11 @@ def main() -> None:
             return python(__file__, *words, "--gpus", str(len(visible_gpus())))
 
         about = {**describe_machine(packages=PACKAGES), "vllm": find_vllm().version, "small": options.small}
-        record = Record(options.out, about)
         # Parts of a server on a CPU have cores of their own, which no variable of a benchmark may take from them.
         unbound = {key: value for key, value in ENVIRONMENT.items() if key != "VLLM_CPU_OMP_THREADS_BIND"}
         folders = (str(ROOT / "src"), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH"))
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-        run_cases(
-            options.cases,
-            command,
-            record,
-            limit_s=options.limit_s,
-            case_limit_s=options.case_limit_s,
-            environment=unbound,
-        )
+        run_chosen(options, command, about, unbound)
 
 
 if __name__ == "__main__":

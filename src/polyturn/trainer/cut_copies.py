@@ -142,14 +142,10 @@ class CutOptimizer(NamedOptimizer):
     def __init__(
         self, model: torch.nn.Module, settings: TrainerSettings, cuts: Cuts, exact: Mapping[str, Tensor] | None
     ) -> None:
-        super().__init__(model, settings, rank=0)  # the same noise on all ranks keeps copies equal
-        self._cuts = cuts
+        super().__init__(model, settings, rank=0, whole=cuts.whole)  # the same noise on all ranks keeps copies equal
         self._inner = build_optimizer(model, settings, exact)
         stands_for: Sequence[Tensor] = list(self._trained.values())
         if isinstance(self._inner, MasterOptimizer):
             ((_, stands_for),) = self._inner.rules()
             self._masters = {name: copy.detach() for name, copy in zip(self._trained, stands_for, strict=True)}
         self._names = {id(one): name for name, one in zip(self._trained, stands_for, strict=True)}
-
-    def _whole(self, name: str, value: Tensor) -> Tensor:
-        return self._cuts.whole(name, value)

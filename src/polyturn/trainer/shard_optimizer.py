@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,11 @@ class NamedOptimizer:
 
     _inner: InPlaceOptimizer | RoundedOptimizer | MasterOptimizer
 
-    def __init__(self, model: torch.nn.Module, settings: TrainerSettings, *, rank: int) -> None:
+    def __init__(
+        self, model: torch.nn.Module, settings: TrainerSettings, *, rank: int, whole: Callable[[str, Tensor], Tensor]
+    ) -> None:
+        self._whole = whole
+        """A tensor of a parameter's state, by its name, as one that knows the whole shape; a number stays one."""
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self._masters: dict[str, Tensor] = {}
@@ -90,10 +94,6 @@ class NamedOptimizer:
             for place, parameter in enumerate(numbered(parameters)):
                 yield rule, place, self._names[id(parameter)]
 
-    def _whole(self, name: str, value: Tensor) -> Tensor:
-        """A tensor of a parameter's state as one that knows the whole shape; a number stays one."""
-        raise NotImplementedError
-
 
 class ShardOptimizer(NamedOptimizer):
     """Of a `model` that is sharded; with float32 masters its shards are those masters."""
@@ -101,7 +101,7 @@ class ShardOptimizer(NamedOptimizer):
     _inner: InPlaceOptimizer | RoundedOptimizer
 
     def __init__(self, model: torch.nn.Module, settings: TrainerSettings, *, rank: int) -> None:
-        super().__init__(model, settings, rank=rank)
+        super().__init__(model, settings, rank=rank, whole=self._sharded)
         masters = settings.master_weights == "float32"
         self._shards = [torch.nn.Parameter(local_part(parameter)) for parameter in self._trained.values()]
         self._names = {id(shard): name for name, shard in zip(self._trained, self._shards, strict=True)}
@@ -122,7 +122,7 @@ class ShardOptimizer(NamedOptimizer):
         forget_gradients(self._trained.values())
         super().zero_grad()
 
-    def _whole(self, name: str, value: Tensor) -> Tensor:
+    def _sharded(self, name: str, value: Tensor) -> Tensor:
         like = self._trained[name]
         if not isinstance(like, DTensor) or value.ndim == 0:
             return value

@@ -69,7 +69,7 @@ class StateShardOptimizer(NamedOptimizer):
         mesh: DeviceMesh,
         exact: Mapping[str, Tensor],
     ) -> None:
-        super().__init__(model, settings, rank=ranks.rank)
+        super().__init__(model, settings, rank=ranks.rank, whole=self._sharded)
         self._ranks, self._mesh = ranks, mesh
         masters = settings.master_weights == "float32"
         self._rows: dict[str, torch.nn.Parameter] = {}
@@ -146,7 +146,7 @@ class StateShardOptimizer(NamedOptimizer):
         each = _each(whole, self._ranks.size)
         return whole[self._ranks.rank * each :][:each]
 
-    def _whole(self, name: str, value: Tensor) -> Tensor:
+    def _sharded(self, name: str, value: Tensor) -> Tensor:
         if value.ndim == 0:
             return value
         like = self._trained[name]
