@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from polyturn.checkpoint.checkpointer import Checkpointer
-from polyturn.checkpoint.files import quiet, read_rest, read_state
+from polyturn.checkpoint.files import rank_errors, read_rest, read_state
 from polyturn.checkpoint.places import memory_root, tiers_of
 from polyturn.checkpoint.sagemaker import import_library
 from polyturn.checkpoint.tree import split
@@ -217,7 +217,7 @@ class AmazonsLibrary(Way):
         future = dcp.async_save(self._state, storage_writer=writer)
 
         def wait() -> dict[str, float]:
-            with quiet():
+            with rank_errors():
                 future.result()
             seconds = time.perf_counter() - start
             writer.client.delete_namespace()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ _CODE_LINE = re.compile(
 )
 MOST_CHARACTERS = 200_000
 """Longer programs are not parsed."""
+_FILTERS = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,9 +207,7 @@ def syntax_problem(code: str) -> str | None:
     if len(code) > MOST_CHARACTERS:
         return f"{len(code):,} characters, more than the {MOST_CHARACTERS:,} that are parsed"
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ast.parse(code)
+        parse(code)
     except SyntaxError as error:
         return error.msg if error.lineno is None else f"line {error.lineno}: {error.msg}"
     except (ValueError, RecursionError, MemoryError) as error:
@@ -232,7 +232,13 @@ def parsed(code: str) -> ast.Module | None:
     """A program as a tree, without the warnings that Python has for it; None where `syntax_problem` says why not."""
     if syntax_problem(code) is not None:
         return None
-    with warnings.catch_warnings():
+    return parse(code)
+
+
+def parse(code: str) -> ast.Module:
+    """A program as a tree, without the warnings that Python has for it, as of unknown escapes. Raises what `ast.parse` does."""
+    # Python's filters belong to the whole process: what one thread puts back after itself would undo another's.
+    with _FILTERS, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(code)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -152,3 +155,25 @@ def test_cases_of_a_row():
     for wrong in ({"input": None, "output": "1"}, {"input": "1", "output": {"a": 1}}):
         with pytest.raises(DataError, match=r"test_cases\[0\]\.(input|output) is a (NoneType|dict)"):
             row_tests([], [wrong])
+
+
+SIDE_BY_SIDE = r"""
+import sys, threading
+from polyturn.programs import syntax_problem
+
+def check():
+    assert all(syntax_problem("x = '\\w'") is None for _ in range(2000))
+
+sys.setswitchinterval(1e-6)
+threads = [threading.Thread(target=check) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_programs_parsed_side_by_side_say_nothing():
+    r"""Python warns of "\w", where warnings are errors it is one; the filter for that belongs to the whole process."""
+    ended = subprocess.run([sys.executable, "-W", "error", "-c", SIDE_BY_SIDE], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")

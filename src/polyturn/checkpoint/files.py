@@ -47,6 +47,9 @@ _ALLOWED = {
 }
 """Names that the description of a checkpoint may refer to, by module; None: all of the module's own."""
 
+# Nobody else takes part, as is meant. Once and for all: threads write tiers side by side, and Python's filters belong to the
+# process, so what one of them puts back after itself would undo another's.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 _UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, KeyError, AssertionError, pickle.UnpicklingError)
 
@@ -54,7 +57,7 @@ _UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, KeyError, AssertionE
 def write_files(folder: Path, tensors: Mapping[str, torch.Tensor], rest: Any) -> None:
     """Write both parts of a state into `folder`, which exists and is empty. Raises what went wrong, OSError for the disk."""
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=False)
-    with quiet():
+    with rank_errors():
         save(dict(tensors), storage_writer=writer, no_dist=True)
     whole = {"format": _FORMAT, "state": rest}
     with (folder / STATE).open("w", encoding="utf-8") as file:
@@ -103,7 +106,7 @@ def read_state(folder: Path, rest: Any, into: Mapping[str, torch.Tensor] | None 
         targets[path] = torch.empty(shape, dtype=dtype) if given is None else given.detach()
     try:
         if targets:
-            with quiet():
+            with rank_errors():
                 load(targets, storage_reader=reader, no_dist=True)
     except _UNREADABLE as error:
         raise ResourceError(f"{folder} can't be read ({type(error).__name__}: {error}); choose another checkpoint") from error
@@ -181,11 +184,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Around torch's save and load: no warning that nobody else takes part, as is meant; errors are those of this rank."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized.*")
-        try:
-            yield
-        except CheckpointException as error:  # it would pass every `except Exception`
-            raise next((wrapped[0] for wrapped in error.failures.values()), RuntimeError(str(error))) from None
+def rank_errors() -> Iterator[None]:
+    """Around torch's save and load: errors are those of this rank, as nobody else takes part."""
+    try:
+        yield
+    except CheckpointException as error:  # it would pass every `except Exception`
+        raise next((wrapped[0] for wrapped in error.failures.values()), RuntimeError(str(error))) from None

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from polyturn.checkpoint.files import STATE, quiet, read_tensors
+from polyturn.checkpoint.files import STATE, rank_errors, read_tensors
 from polyturn.checkpoint.places import MEMORY, REMOTE
 from polyturn.checkpoint.tree import Tensors
 from polyturn.config.checkpoint_section import CheckpointSection
@@ -101,7 +101,7 @@ class LibraryTiers:
                 manifest.run_id, "0", "1", config=access, steps_retained=STEPS_RETAINED, logger=_Silent(LIBRARY)
             )
             writer.client = _RecordingMemory(client, recorder)
-        with quiet():
+        with rank_errors():
             save(dict(tensors), storage_writer=writer, no_dist=True)
         return recorder.shards()
 

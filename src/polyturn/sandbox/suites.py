@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import sys
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from polyturn.errors import DataError
+from polyturn.programs import parse
 from polyturn.sandbox.base import Program, Tests
 
 
@@ -43,9 +43,7 @@ def mbpp(row: Mapping[str, Any], solution: str | None = None) -> tuple[Program, 
 
 def _parse(source: str, row: Any) -> ast.Module:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "\w" in a string that is not raw: the row's own business
-            return ast.parse(source)
+        return parse(source)
     except SyntaxError as error:
         raise DataError(f"row {row}: line {error.lineno} is no Python ({error.msg}); correct it or leave the row out") from None
 

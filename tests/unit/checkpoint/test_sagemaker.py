@@ -20,7 +20,7 @@ import torch
 from parts.memory_tier import memory_tier
 from parts.s3 import BUCKET
 from polyturn.checkpoint.checkpointer import Checkpointer
-from polyturn.checkpoint.files import quiet, read_rest, read_state
+from polyturn.checkpoint.files import rank_errors, read_rest, read_state
 from polyturn.checkpoint.places import tiers_of
 from polyturn.checkpoint.sagemaker import import_library
 from polyturn.checkpoint.writing import Settings
@@ -154,7 +154,7 @@ def test_both_tiers_and_the_readers_of_both(library, tmp_path, daemon, bucket, m
     monkeypatch.setattr(_TieredStorageBase, "_setup_logger", staticmethod(lambda name, *_: logging.getLogger(name)))
     for config, step in ((made.config("run", 1), 7), (made.config("run", 1, s3_path_strategy=made.s3_paths(bucket.url)), 6)):
         into = {"modules.policy.model.w": torch.zeros(100, 70)}
-        with quiet():
+        with rank_errors():
             load(into, storage_reader=SageMakerTieredStorageReader(config, step=step), no_dist=True)
         assert float(into["modules.policy.model.w"].mean()) == step, "what we save is theirs to load"
 
