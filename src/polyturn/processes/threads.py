@@ -24,7 +24,7 @@ IDLE_S = 10.0
 
 _idle: deque[_Worker] = deque()
 _busy: dict[int, str] = {}
-"""Names of the calls under way, by their worker."""
+"""Names of the calls that a worker has, or will have as soon as its thread looks."""
 
 
 async def in_thread(function: Callable[..., Result], *arguments: Any) -> Result:
@@ -39,6 +39,8 @@ async def in_thread(function: Callable[..., Result], *arguments: Any) -> Result:
         worker = _idle.pop()
     except IndexError:
         worker = _Worker()
+    # Here, not in the thread: on a busy machine the call may be given up on before its thread has come to it.
+    _busy[id(worker)] = call.name
     worker.inbox.put(call)
     return await future
 
@@ -116,7 +118,7 @@ class _Worker:
                     _idle.remove(self)
                     return
                 continue
-            thread.name = _busy[id(self)] = call.name
+            thread.name = call.name
             call.compute()
             thread.name = "call"
             del _busy[id(self)]

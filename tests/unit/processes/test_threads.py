@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -209,6 +210,26 @@ async def test_a_call_that_was_given_up_on_is_known_until_it_comes_back():
     assert "call given_up_on" in still_running()
     release.set()
     comes_back("call given_up_on")
+
+
+async def test_a_call_whose_thread_has_not_come_to_it_counts_as_well(monkeypatch):
+    """On a busy machine a deadline passes before a new thread runs at all; who then leaves must not wait for the call's end."""
+    may_run, run = threading.Event(), threads._Worker._run
+
+    def late(worker):
+        may_run.wait(60.0)
+        run(worker)
+
+    def never_begun():
+        pass
+
+    monkeypatch.setattr(threads, "_idle", deque())
+    monkeypatch.setattr(threads._Worker, "_run", late)
+    with pytest.raises(DeadlineError):
+        await in_thread_within(0.01, "the call", never_begun)
+    assert "call never_begun" in still_running()
+    may_run.set()
+    comes_back("call never_begun")
 
 
 HANGING = """
