@@ -38,6 +38,29 @@ def test_the_copy_is_pinned_and_right_while_the_device_goes_on():
         arena.close()
 
 
+def test_one_that_nobody_closed_is_unpinned_with_its_end():
+    """Its addresses may be the next one's, and CUDA refuses to pin those twice."""
+    for _ in range(3):
+        arena = Arena()
+        arena.stage({"a": torch.ones(1 << 20, device=DEVICE)})
+        assert arena.pinned
+        del arena
+
+
+def test_memory_that_can_t_be_pinned_serves_and_leaves_no_error_behind(monkeypatch):
+    first, second = Arena(), Arena()
+    try:
+        first.stage({"a": torch.ones(1 << 20, device=DEVICE)})
+        monkeypatch.setattr("polyturn.checkpoint.arena.map_memory", lambda *_, **__: first.memory)
+        (slot,) = second.stage({"a": torch.full((1 << 20,), 2.0, device=DEVICE)})
+        assert not second.pinned
+        assert float(torch.ones(3, device=DEVICE).sum()) == 3.0, "CUDA's error would come out of whatever is next"
+        assert torch.equal(slot.view(second.memory), torch.full((1 << 20,), 2.0))
+    finally:
+        second.close()
+        first.close()
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_trainer_goes_on_to_the_bit(tmp_path, offload):
     whole, other = (make_trainer(offload_optimizer=offload) for _ in range(2))

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parts.models import ARCHITECTURES, gradients, largest_gap, tiny_model
 from parts.samples import loss_options, on_policy, packed, random_samples, trainer_settings
 from polyturn.errors import ModelError
+from polyturn.models.adapters import add_adapters
 from polyturn.trainer.layers import decoder_layers, plain_layers, prepare_layers
 from polyturn.trainer.trainer import Trainer
 
@@ -73,12 +74,22 @@ def products_of_backward(model):
 
 
 def test_less_is_held_for_more_work():
-    kept, selective, full = (tiny_model(num_hidden_layers=6) for _ in range(3))
+    kept, selective, full = (tiny_model(num_hidden_layers=6, hidden_size=160, intermediate_size=144) for _ in range(3))
     prepare_layers(selective, activations="selective", compiled=False)
     prepare_layers(full, activations="full", compiled=False)
     assert held_bytes(full) < held_bytes(kept) / 5
     assert products_of_backward(selective) == products_of_backward(kept), "no product is made twice"
     assert products_of_backward(full) == products_of_backward(kept) + 6 * 6, "all of a layer but its last"
+
+
+def test_thin_products_are_made_again():
+    """The second product of an adapter is as large as that of its layer, and costs next to nothing."""
+    kept, selective = (tiny_model(num_hidden_layers=6, hidden_size=160, intermediate_size=144) for _ in range(2))
+    for model in (kept, selective):
+        add_adapters(model, rank=4, alpha=8.0, targets=None, base="tiny", seed=0)
+    prepare_layers(selective, activations="selective", compiled=False)
+    again = products_of_backward(selective) - products_of_backward(kept)
+    assert again == 6 * 6, "of seven adapters a layer, all but the last, whose result nobody needs for a gradient"
 
 
 def test_a_copy_runs_its_own_layers():

@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ class Arena:
         self.descriptor = -1
         self.size = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._pinned = False
+        self._unpin: weakref.finalize[Any, Any] | None = None
 
     def reserve(self, size: int, *, pinned: bool = False) -> None:
         """Have room for `size` bytes, in pages that are there. Raises OSError when there is no memory for them."""
@@ -78,10 +79,11 @@ class Arena:
             self.close()
             raise
         self.size = size
-        if pinned:
-            # Where the system lets nobody pin that much, copies are slower, and right all the same.
-            code = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0)  # type: ignore[no-untyped-call]
-            self._pinned = int(code) == 0
+        # Where the system lets nobody pin that much, copies are slower, and right all the same.
+        if pinned and _cuda("cudaHostRegister", self._memory.data_ptr(), size, 0):
+            # Also when nobody closes it: CUDA refuses to pin the same addresses again, which the next mapping may well get.
+            self._unpin = weakref.finalize(self, _cuda, "cudaHostUnregister", self._memory.data_ptr())
+            self._unpin.atexit = False
 
     def stage(self, tensors: Mapping[str, torch.Tensor]) -> list[Slot]:
         """Copy `tensors` and say where they lie. Sharded ones are gathered: all ranks must ask for the same ones, in order.
@@ -106,7 +108,7 @@ class Arena:
     @property
     def pinned(self) -> bool:
         """Whether its pages are locked, so that a GPU copies at full speed."""
-        return self._pinned
+        return self._unpin is not None
 
     @property
     def memory(self) -> torch.Tensor:
@@ -116,12 +118,22 @@ class Arena:
     def close(self) -> None:
         """Give the memory back. Safe to call twice."""
         descriptor, self.descriptor, self.size = self.descriptor, -1, 0
-        if self._pinned:
-            self._pinned = False
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[no-untyped-call]
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def _cuda(name: str, *arguments: int) -> bool:
+    """Whether a call of CUDA's runtime succeeds. What fails here fails nobody else."""
+    if int(getattr(torch.cuda.cudart(), name)(*arguments)) == 0:  # type: ignore[no-untyped-call]
+        return True
+    # CUDA keeps an error until somebody asks for it, and torch would raise it after its next kernel, whatever that is.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    return False
 
 
 class _Lane:

@@ -74,6 +74,7 @@ class _Head(torch.autograd.Function):
             product_CV = _product(hidden_NH[part].to(weight_VH.dtype), weight_VH)
             numbers = summarise(product_CV, bias_V, inverse_N[part], targets_N[part], shape.scale, shape.softcap)
             logprobs_N[part], entropy_N[part], normaliser_N[part] = numbers
+            del product_CV  # or it is there until the next chunk's has taken its own memory
         context.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, inverse_N, normaliser_N)
         context.shape, context.chunk = shape, chunk
         context.mark_non_differentiable(entropy_N)
@@ -101,6 +102,7 @@ class _Head(torch.autograd.Function):
                 grad_hidden_NH[part] = grad_CV @ weight_VH
             if grad_weight_VH is not None:
                 _add_product(grad_weight_VH, grad_CV, states_CH)
+            del grad_CV
         return (
             grad_hidden_NH,
             None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),

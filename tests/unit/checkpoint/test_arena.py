@@ -76,3 +76,60 @@ def test_no_memory_is_an_error_of_the_system(arena):
     with pytest.raises(OSError, match="are needed and"):
         arena.reserve(1 << 50)
     assert arena.stage({"a": torch.ones(2)})[0].view(arena.memory).tolist() == [1, 1]
+
+
+class Cudart:
+    """CUDA's runtime, as far as pages are pinned: the same ones can't be pinned twice."""
+
+    def __init__(self) -> None:
+        self.pinned: set[int] = set()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if address in self.pinned:
+            return 712
+        self.pinned.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.pinned.remove(address)
+        return 0
+
+
+@pytest.fixture
+def cudart(monkeypatch):
+    made = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    return made
+
+
+@pytest.mark.parametrize("ended", [Arena.close, lambda arena: None], ids=["closed", "dropped"])
+def test_pages_are_unpinned_with_the_end_of_an_arena(cudart, ended):
+    arena = Arena()
+    arena.reserve(1000, pinned=True)
+    assert arena.pinned
+    assert len(cudart.pinned) == 1
+    arena.reserve(100_000, pinned=True)
+    assert len(cudart.pinned) == 1, "of the memory that was too small none is left"
+    ended(arena)
+    del arena
+    assert not cudart.pinned
+
+
+def test_pages_that_can_t_be_pinned_serve_all_the_same(cudart, monkeypatch):
+    """CUDA keeps the error for whoever launches the next kernel, so one is launched at once."""
+    kernels = []
+
+    def raises(*_, device):
+        kernels.append(device)
+        raise RuntimeError("CUDA error: part or all of the requested memory range is already mapped")
+
+    monkeypatch.setattr(cudart, "cudaHostRegister", lambda *_: 712)
+    monkeypatch.setattr(torch, "zeros", raises)
+    arena = Arena()
+    arena.reserve(1000, pinned=True)
+    assert not arena.pinned
+    assert kernels == ["cuda"]
+    (slot,) = arena.stage({"a": torch.ones(10)})
+    assert torch.equal(slot.view(arena.memory), torch.ones(10))
+    arena.close()
+    assert not cudart.pinned
