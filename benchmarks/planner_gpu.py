@@ -21,6 +21,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
 import statistics
 import tempfile
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from cases import Record, Told, end_on_signal, options_of, python, run_chosen
 
 from polyturn.config.resolve import resolve
 from polyturn.config.schema import Recipe
-from polyturn.errors import EngineError
+from polyturn.errors import DeviceMemoryError, EngineError
 from polyturn.plan.engine_report import planned_engine
 from polyturn.plan.hardware import Gpu
 from polyturn.plan.known_models import CONFIGS
@@ -207,6 +208,18 @@ def train(case: Training, recipe: Recipe, device: Any) -> None:
         trainer.train([batch_of(case, recipe, facts_of(case.model).vocabulary, step)])
 
 
+def own_bytes_on_card() -> int:
+    """What this process has of its GPU, whoever else is there."""
+    import pynvml
+    import torch
+
+    pynvml.nvmlInit()
+    card = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+    found = {one.pid: one.usedGpuMemory for one in pynvml.nvmlDeviceGetComputeRunningProcesses(card)}
+    free, total = torch.cuda.mem_get_info()
+    return int(found.get(os.getpid()) or total - free)
+
+
 def measure_training(case: Training, told: Told) -> None:
     """Plan, train within the smallest card that is said to be enough, say both peaks."""
     import torch
@@ -233,7 +246,7 @@ def measure_training(case: Training, told: Told) -> None:
     ran_out = None
     try:
         train(case, recipe, device)
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, DeviceMemoryError) as error:
         ran_out = str(error).splitlines()[0]
     told(said_fits_and_ran_out=ran_out is not None, out_of_memory=ran_out)
     if ran_out is not None:
@@ -243,8 +256,7 @@ def measure_training(case: Training, told: Told) -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
         train(case, recipe, device)
     measured, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    free, total = torch.cuda.mem_get_info()
-    outside = total - free - torch.cuda.memory_reserved()
+    outside = own_bytes_on_card() - torch.cuda.memory_reserved()
     told(
         measured_gib=rounded(measured),
         error=error_of(planned, measured),

@@ -42,10 +42,11 @@ Phase: TypeAlias = Literal["always", "training", "scoring", "generating"]
 
 HEAD_CHUNK = 1 << 30
 """Float32 logits of one chunk of the head, as the trainer cuts them on a GPU."""
-CONTEXT = round(0.6 * (1 << 30))
-"""CUDA's context and loaded kernels: assumed, not measured."""
-GAPS = 0.05
-"""Share of activations that the allocator can't use for others: assumed, not measured."""
+CONTEXT = round(0.75 * (1 << 30))
+"""CUDA's context and loaded kernels: 0.74 GiB on an H200 (`benchmarks/planner_gpu.py`)."""
+GAPS = 0.1
+"""Share of what comes and goes that the allocator can't use for others; 1.3 GiB beside 13, and 4.2 beside 51, were measured."""
+_GAPPED = ("activations", "head, one chunk", "head, gradient")
 _FLOAT32 = 4
 
 
@@ -206,11 +207,11 @@ def _together(facts: ModelFacts, load: TrainerLoad) -> list[Term]:
 
 
 def own_terms(terms: Iterable[Term], processes: int = 1) -> tuple[Term, ...]:
-    """What CUDA and its allocator take besides `terms`, with so many processes on the GPU; assumed, not measured."""
+    """What CUDA and its allocator take besides `terms`, with so many processes on the GPU."""
     each = f" of each of {processes} processes" if processes > 1 else ""
-    context = Term(name="CUDA context", bytes=processes * CONTEXT, formula=f"context and kernels{each}, assumed")
-    work = sum(term.bytes for term in terms if term.name == "activations")
-    gaps = Term(name="allocator's gaps", bytes=GAPS * work, formula=f"{GAPS:.0%} of activations, assumed", phase="training")
+    context = Term(name="CUDA context", bytes=processes * CONTEXT, formula=f"context and kernels{each}")
+    work = sum(term.bytes for term in terms if term.name in _GAPPED)
+    gaps = Term(name="allocator's gaps", bytes=GAPS * work, formula=f"{GAPS:.0%} of activations and head", phase="training")
     return (context, gaps) if work else (context,)
 
 
@@ -312,11 +313,11 @@ def _activations(facts: ModelFacts, load: TrainerLoad) -> tuple[float, float]:
     routed = 2 * facts.experts_per_token * hidden
     whole = routed + 5 * keys + (4 if load.masked else 2) * attention
     whole += 4 * hidden + 3 * feed_forward if load.compiled else 8 * hidden + 4 * feed_forward
-    if load.lora_rank is not None:
-        whole += load.lora_rank * len(adapted(facts, load.lora_targets))
+    inside_adapters = 0 if load.lora_rank is None else load.lora_rank * len(adapted(facts, load.lora_targets))
+    whole += inside_adapters
     kept = {
         "keep": whole,
-        "selective": 2 * hidden + 2 * attention + 2 * keys + 2 * feed_forward + routed,
+        "selective": 2 * hidden + 2 * attention + 2 * keys + 2 * feed_forward + routed + inside_adapters,
         "full": float(hidden),
     }[load.activations]
     again = 0 if load.activations == "keep" else whole

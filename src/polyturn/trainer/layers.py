@@ -23,8 +23,8 @@ _PRODUCTS = {"aten::mm": 1, "aten::addmm": 2}
 _THIN = 128
 """Numbers that a product sums up for each of its own, at most, to be computed again by selective recomputation.
 
-On a GPU 2 x 128 operations take less time than writing the result and reading it back. This is for adapters: the second product of
-each is as large as the layer's own, over no more numbers than its rank.
+On a GPU 2 x 128 operations take less time than writing the result and reading it back. This is for adapters: the second
+product of each is as large as the layer's own, over no more numbers than its rank.
 """
 _CHANGED: dict[tuple[type[torch.nn.Module], Activations, bool], type[torch.nn.Module]] = {}
 
