@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 Answer: TypeAlias = "tuple[asyncio.Future[Any], Any, BaseException | None]"
 """A future, and what to give it: a result or an error."""
-SWITCH_S = 0.0005
-"""After how long a thread that computes in Python lets another one; Python's 5 ms are as long as a step of a small model."""
+SWITCH_S = 0.00005
+"""After how long a thread that computes in Python lets another one. Each operation of PyTorch in vLLM's thread lets go of the
+interpreter, and waits so long to have it back while others have work; Python's 5 ms are as long as a step of a small model."""
 STOP_S = 30.0
 """How long the thread may take to end: a step, and giving memory back."""
 

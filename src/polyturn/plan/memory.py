@@ -120,6 +120,8 @@ def trainer_terms(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, ...]:
     work = kept + late
     gradients = device.gradients if load.rows > 1 else max(0.0, device.gradients - work)
     trained = "trained weights" if load.lora_rank is None else "adapters"
+    # SDPA turns truth values into numbers layer by layer, and its backward pass wants them again.
+    masks = facts.layers if load.activations == "keep" else 1
     over = f", over {load.state_ranks} ranks" if load.state_ranks > 1 else ""
     terms = [
         Term(name="weights", bytes=device.weights, formula=_weights_formula(facts, load)),
@@ -134,8 +136,9 @@ def trainer_terms(facts: ModelFacts, load: TrainerLoad) -> tuple[Term, ...]:
         Term(name="activations", bytes=kept, formula=_activations_formula(load), phase="training"),
         Term(
             name="attention mask",
-            bytes=load.row_tokens**2 * load.context_ranks * (1 + width) if load.masked else 0,
-            formula="tokens of a row squared, as truth values and as numbers"
+            bytes=load.row_tokens**2 * load.context_ranks * (1 + width * masks) if load.masked else 0,
+            formula="tokens of a row squared, as truth values, and as numbers in "
+            + ("every layer" if masks > 1 else "the layer that computes")
             + (f", on {load.context_ranks} ranks" if load.context_ranks > 1 else ""),
             phase="training",
         ),
