@@ -82,6 +82,7 @@ def test_less_is_held_for_more_work():
     assert products_of_backward(full) == products_of_backward(kept) + 6 * 6, "all of a layer but its last"
 
 
+@pytest.mark.real  # the quick tests do without peft
 def test_thin_products_are_made_again():
     """The second product of an adapter is as large as that of its layer, and costs next to nothing."""
     kept, selective = (tiny_model(num_hidden_layers=6, hidden_size=160, intermediate_size=144) for _ in range(2))

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from polyturn.config.checkpoint_section import CheckpointSection
+from polyturn.config.checkpoint_section import DISK, MEMORY, REMOTE, CheckpointSection
 from polyturn.config.schema import filled
 from polyturn.errors import ConfigError, PolyturnError
 from polyturn.storage.retention import deleted_after
@@ -20,17 +20,8 @@ from polyturn.storage.stores.sagemaker_s3 import SagemakerS3Store
 from polyturn.storage.tiers import Tier, Tiers
 
 _SHARED_MEMORY = Path("/dev/shm")
-MEMORY, DISK, REMOTE = "memory", "disk", "s3"
 WRITING = ".writing"
 """Folder in which a checkpoint is put together."""
-
-
-def cadence(section: CheckpointSection) -> dict[str, int]:
-    """Every how many steps each tier is due, the fastest first; those that are not used are left out."""
-    every = section.every
-    remote = None if section.url is None else every.s3 or every.disk or 1
-    found = {MEMORY: every.memory, DISK: every.disk, **dict.fromkeys(_mirrors(section), every.memory), REMOTE: remote}
-    return {tier: steps for tier, steps in found.items() if steps is not None}
 
 
 def local_tiers(section: CheckpointSection) -> tuple[str, ...]:
@@ -40,9 +31,9 @@ def local_tiers(section: CheckpointSection) -> tuple[str, ...]:
 
 def tiers_of(section: CheckpointSection, run_id: str, checkpoints: Path, say: Callable[[str], None]) -> Tiers:
     """The tiers that a recipe asks for, the fastest first. Raises ConfigError for a URL that no store takes."""
-    keep, mirrors, found = section.keep, _mirrors(section), list[Tier]()
+    keep, mirrors, found = section.keep, section.mirror_tiers(), list[Tier]()
     of_sagemaker = section.backend == "sagemaker_tiered"
-    for name, every in cadence(section).items():
+    for name, every in section.cadence().items():
         if name == MEMORY and of_sagemaker:
             found.append(Tier(name, HyperPodStore(section.memory_daemon or DAEMON), every, keep.memory))
         elif name == MEMORY:
@@ -71,11 +62,6 @@ def free_memory_tiers(section: CheckpointSection, run_id: str, checkpoints: Path
             if tier.name != REMOTE:
                 with contextlib.suppress(PolyturnError):  # a daemon that is gone keeps nothing
                     deleted_after(tier.store, run_id, -1)
-
-
-def _mirrors(section: CheckpointSection) -> dict[str, str]:
-    """URLs of the memory of other machines, by tier."""
-    return {f"mirror-{number}": url for number, url in enumerate(section.mirrors, 1)}
 
 
 def access_of(section: CheckpointSection) -> Access:

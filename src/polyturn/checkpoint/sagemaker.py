@@ -17,9 +17,8 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from polyturn.checkpoint.files import STATE, rank_errors, read_tensors
-from polyturn.checkpoint.places import MEMORY, REMOTE
 from polyturn.checkpoint.tree import Tensors
-from polyturn.config.checkpoint_section import CheckpointSection
+from polyturn.config.checkpoint_section import MEMORY, REMOTE, CheckpointSection
 from polyturn.config.schema import filled
 from polyturn.errors import MissingDependencyError, StorageError
 from polyturn.storage.checksums import hasher

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from polyturn.config.section import Section
 
+MEMORY, DISK, REMOTE = "memory", "disk", "s3"
+"""The tiers, as the fields of `every` and `keep` are called."""
+
 
 class CheckpointEvery(Section):
     """Every how many steps a checkpoint goes to each tier; null: never."""
@@ -60,3 +63,18 @@ class CheckpointSection(Section):
     """Every N steps the model is written to `exports/step_N` of the run folder, as transformers loads it."""
     deadline_s: float = Field(default=600.0, gt=0)
     """At the end of a run, or when it is stopped: time for its last checkpoint to get everywhere."""
+
+    def mirror_tiers(self) -> dict[str, str]:
+        """URLs of the memory of other machines, by tier."""
+        return {f"mirror-{number}": url for number, url in enumerate(self.mirrors, 1)}
+
+    def cadence(self) -> dict[str, int]:
+        """Every how many steps each tier is due, the fastest first; those that are not used are left out."""
+        every = self.every
+        remote = None if self.url is None else every.s3 or every.disk or 1
+        found = {MEMORY: every.memory, DISK: every.disk, **dict.fromkeys(self.mirror_tiers(), every.memory), REMOTE: remote}
+        return {tier: steps for tier, steps in found.items() if steps is not None}
+
+    def kept(self, tier: str) -> int:
+        """How many of the newest stay in a tier."""
+        return int(getattr(self.keep, tier if tier in (DISK, REMOTE) else MEMORY))

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.checkpoint.checkpointer import Checkpointer
-from polyturn.checkpoint.places import DISK, REMOTE, cadence, free_memory_tiers
+from polyturn.checkpoint.places import free_memory_tiers
 from polyturn.checkpoint.state import LoopState, full_state, package_versions
 from polyturn.checkpoint.writing import Settings
+from polyturn.config.checkpoint_section import DISK, REMOTE
 from polyturn.config.schema import Recipe, filled
 from polyturn.data.stream import Stream
 from polyturn.engine.base import Engine
@@ -63,7 +64,7 @@ class Saving:
         self._folder, self._place, self._say = folder, place, say
         self._trainer, self._stream, self._guard, self._engine = trainer, stream, guard, engine
         self._estimator, self._export, self._resume = estimator, export, resume
-        self._every = cadence(recipe.checkpoint)
+        self._every = recipe.checkpoint.cadence()
         self._saved = dict.fromkeys(self._every, start.step)
         self._reserved = False
         self._steps = filled(recipe.run.steps)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from polyturn.config.memory import ELEMENT_BYTES
+from polyturn.config.schema import Recipe
 from polyturn.plan.hardware import Machine
-from polyturn.plan.memory import held_bytes
+from polyturn.plan.memory import adapter_numbers, held_bytes
+from polyturn.plan.models import ModelFacts
 from polyturn.plan.planner import GIB, Plan, trainer_load
 from polyturn.plan.speed import StepTime
 
 _HOUR_S = 3600.0
 _DISK = 1e9
 """Bytes a second that a file is written with: assumed."""
+_COPY = 2e10
+"""Bytes a second from a GPU to pinned memory: assumed."""
 SPOT = (
-    "Spot: AWS speaks of up to 70 % less and publishes no discount by type; a reclaim comes with two minutes' notice, and "
-    "a run that was ended starts anew, since Polyturn has no checkpoints yet."
+    "Spot: AWS speaks of up to 70 % less and publishes no discount by type; a reclaim comes with two minutes' notice, in "
+    "which a run saves itself and ends; what it goes on from must lie outside the machine (checkpoint.url)."
 )
 
 
@@ -35,7 +40,12 @@ class Cost:
     hours_per_epoch: float | None
     epoch: float | None
     state_bytes: float
-    """Weights, masters and the optimizer's averages: what a full checkpoint would hold."""
+    """Of a checkpoint: weights, masters and, with `checkpoint.contents=all`, the optimizer's averages."""
+    checkpoints: Mapping[str, tuple[int, int]]
+    """By tier: every how many steps one goes there, and how many of the newest stay."""
+    checkpoint_wait_s: float
+    """That training waits for one, to be copied from the GPU; it is written beside the training."""
+    checkpoint_write_s: float
     export_s: float
     """To write the weights once, at the end."""
 
@@ -43,11 +53,11 @@ class Cost:
 def cost_of(plan: Plan, machine: Machine, time: StepTime, *, num_tasks: int | None = None) -> Cost:
     """What the run of `plan` costs on `machine`."""
     price, recipe = machine.total_price, plan.recipe
-    held = held_bytes(plan.facts, trainer_load(recipe))
-    state = sum(held.total - held.gradients for held in (held.device, held.cpu))
+    state, cadence = _state_bytes(plan.facts, recipe), recipe.checkpoint.cadence()
     export = plan.facts.parameters * ELEMENT_BYTES[recipe.model.dtype] / _DISK
-    steps = recipe.run.steps
-    hours = None if steps is None else (steps * time.seconds + export) / _HOUR_S
+    steps, wait = recipe.run.steps, state / _COPY
+    saves = 0 if steps is None or not cadence else math.ceil(steps / min(cadence.values()))
+    hours = None if steps is None else (steps * time.seconds + saves * wait + export) / _HOUR_S
     per_epoch = None if num_tasks is None else math.ceil(num_tasks / recipe.rollout.groups_per_step)
     epoch_hours = None if per_epoch is None else per_epoch * time.seconds / _HOUR_S
     return Cost(
@@ -60,6 +70,9 @@ def cost_of(plan: Plan, machine: Machine, time: StepTime, *, num_tasks: int | No
         hours_per_epoch=epoch_hours,
         epoch=_times(price, epoch_hours),
         state_bytes=state,
+        checkpoints={tier: (every, recipe.checkpoint.kept(tier)) for tier, every in cadence.items()},
+        checkpoint_wait_s=wait,
+        checkpoint_write_s=state / _DISK,
         export_s=export,
     )
 
@@ -81,11 +94,35 @@ def cost_lines(cost: Cost, *, steps: int | None, num_tasks: int | None) -> list[
             f"An epoch of {num_tasks:,} tasks is {cost.steps_per_epoch:,} steps, {cost.hours_per_epoch:,.1f} hours"
             f"{_dollars(cost.epoch)}."
         )
-    found.append(
-        f"Weights are written once, at the end: {cost.export_s:,.0f} s at 1 GB/s (assumed). A full state would be "
-        f"{cost.state_bytes / GIB:,.1f} GiB; there are no checkpoints yet."
-    )
+    found.append(f"The model is written at the end, in {cost.export_s:,.0f} s at 1 GB/s (assumed).")
+    found.append(_checkpoint_line(cost))
     return [*found, *([SPOT] if cost.price_per_hour is not None else [])]
+
+
+def _checkpoint_line(cost: Cost) -> str:
+    size = f"{cost.state_bytes / GIB:,.1f} GiB"
+    if not cost.checkpoints:
+        return f"There are no checkpoints (checkpoint.every is null in all tiers); one would hold {size}."
+    tiers = ", ".join(
+        f"to {name} every {'step' if every == 1 else f'{every} steps'} ({kept} kept: {kept * cost.state_bytes / GIB:,.1f} GiB)"
+        for name, (every, kept) in cost.checkpoints.items()
+    )
+    return (
+        f"A checkpoint holds {size} and goes {tiers}. Training waits {cost.checkpoint_wait_s:,.1f} s for one at 20 GB/s, and "
+        f"it is written beside the training in {cost.checkpoint_write_s:,.0f} s at 1 GB/s (both assumed)."
+    )
+
+
+def _state_bytes(facts: ModelFacts, recipe: Recipe) -> float:
+    """Of all ranks together, each thing once. Activations and gradients are no part of it."""
+    load = replace(trainer_load(recipe), shards=1, tensor_ranks=1, state_ranks=1, copies_beside=False)
+    placed = held_bytes(facts, load)
+    whole = sum(held.total - held.gradients for held in (placed.device, placed.cpu))
+    if recipe.checkpoint.contents == "model":
+        whole -= sum(held.optimizer_state for held in (placed.device, placed.cpu))
+    if recipe.model.lora is not None:  # of the frozen weights nothing is saved
+        whole -= placed.device.weights - adapter_numbers(facts, load) * ELEMENT_BYTES[load.dtype]
+    return whole
 
 
 def _times(price: float | None, hours: float | None) -> float | None:

@@ -135,6 +135,8 @@ def _places(recipe: Recipe, machine: Machine) -> Iterator[Change]:
     apart: Change = {"weight_sync.mode": "auto"} if recipe.weight_sync.mode != "auto" else {}
     if recipe.engine.devices is not None:
         apart["engine.devices"] = None
+    if recipe.trainer.tensor_ranks > 1:  # layers are cut as the server's are; other numbers of GPUs want another cut
+        apart |= {"trainer.parallel": "auto", "trainer.tensor_ranks": 1, "trainer.devices": None}
     if apart:
         yield fewer | apart
     for parts in sorted(_PARTS, key=lambda parts: abs(parts - tensor_parallel(recipe))):

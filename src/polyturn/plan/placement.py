@@ -78,6 +78,9 @@ def refusals(recipe: Recipe, facts: ModelFacts) -> Iterator[str]:
     yield from _parallel_refusals(recipe, facts)
     where, mode = seats(recipe), recipe.weight_sync.mode
     shared = [seat for seat in where if seat.shared]
+    devices, ranks = recipe.trainer.devices, recipe.trainer.num_ranks
+    if devices is not None and len(devices) != ranks:
+        yield f"trainer.devices={list(devices)} has {len(devices)} GPUs for trainer.num_ranks={ranks}; name one for each"
     devices = recipe.engine.devices
     count = num_engines(recipe) * tensor_parallel(recipe)
     if is_server(recipe) and devices is not None and len(devices) != count:

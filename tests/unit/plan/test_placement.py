@@ -152,6 +152,10 @@ def test_a_server_on_the_trainers_gpu_has_its_weights_too():
         ),
         ({"engine": {"kind": "vllm", "tensor_parallel_size": 2}}, "only servers of vLLM share a model"),
         ({"engine": {"kind": "vllm_server", "devices": [1, 2], "tensor_parallel_size": 4}}, "has 2 GPUs for 4"),
+        (
+            {"trainer": {"devices": [0, 1], "num_ranks": 3}, "engine": {"kind": "vllm_server"}},
+            "[0, 1] has 2 GPUs for trainer.num_ranks=3",
+        ),
     ],
 )
 def test_what_can_not_be_placed(sections, sentence):

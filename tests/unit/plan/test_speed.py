@@ -14,6 +14,7 @@ from polyturn.plan.known_models import CONFIGS
 from polyturn.plan.models import facts_from_config
 from polyturn.plan.money import cost_lines, cost_of
 from polyturn.plan.nearest_fit import plan_on
+from polyturn.plan.planner import GIB
 from polyturn.plan.speed import StepTime, active_parameters, push_seconds, step_time, utilisation
 from polyturn.plan.splits import better, split_lines, splits
 
@@ -217,12 +218,54 @@ def test_money_by_hand():
     assert cost.steps_per_epoch == 63
     assert cost.hours_per_epoch == pytest.approx(63 * time.seconds / 3600)
     assert cost.epoch == pytest.approx(63 * time.seconds / 3600 * 50.5)
-    assert cost.whole_run == pytest.approx(50.5 * (100 * time.seconds + cost.export_s) / 3600)
+    assert cost.whole_run == pytest.approx(50.5 * (100 * time.seconds + 4 * cost.checkpoint_wait_s + cost.export_s) / 3600)
     assert cost.state_bytes == pytest.approx(14 * plan.facts.parameters, rel=0.001)
+    assert cost.checkpoints == {"disk": (25, 3)}
+    assert cost.checkpoint_wait_s == pytest.approx(cost.state_bytes / 2e10)
     said = "\n".join(cost_lines(cost, steps=100, num_tasks=1000))
     assert "$50.50 an hour (list price of 2026-01-21, on demand)" in said
     assert "An epoch of 1,000 tasks is 63 steps" in said
     assert "Spot: " in said
+
+
+@pytest.mark.parametrize(
+    ("sections", "bytes_each", "tiers"),
+    [
+        ({}, 14, {"disk": (25, 3)}),
+        ({"checkpoint": {"contents": "model"}}, 6, {"disk": (25, 3)}),
+        ({"trainer": {"num_ranks": 2, "parallel": "fsdp2"}}, 14, {"disk": (25, 3)}),
+        ({"trainer": {"num_ranks": 2, "parallel": "zero1"}}, 14, {"disk": (25, 3)}),
+        (
+            {"checkpoint": {"every": {"memory": 1, "disk": 10}, "url": "s3://bucket/x"}},
+            14,
+            {"memory": (1, 1), "disk": (10, 3), "s3": (10, 3)},
+        ),
+        ({"checkpoint": {"every": {"disk": None}}}, 14, {}),
+    ],
+    ids=str,
+)
+def test_checkpoints_by_hand(sections, bytes_each, tiers):
+    machine = HARDWARE.gpus_alone("h200", 4)
+    recipe = recipe_of("Qwen/Qwen2.5-1.5B", **{"engine": {"kind": "vllm_server"}} | sections)
+    plan = plan_on(recipe, facts_of("Qwen/Qwen2.5-1.5B"), machine)
+    cost = cost_of(plan, machine, step_time(plan, machine))
+    assert cost.state_bytes == pytest.approx(bytes_each * plan.facts.parameters, rel=0.001)
+    assert cost.checkpoints == tiers
+    said = "\n".join(cost_lines(cost, steps=100, num_tasks=None))
+    if tiers:
+        every, kept = tiers["disk"]
+        assert f"to disk every {every} steps ({kept} kept: {kept * cost.state_bytes / GIB:,.1f} GiB)" in said
+    else:
+        assert "There are no checkpoints (checkpoint.every is null in all tiers)" in said
+
+
+def test_a_checkpoint_of_adapters_holds_adapters_alone():
+    machine = HARDWARE.gpus_alone("h200", 1)
+    recipe = recipe_of("Qwen/Qwen2.5-1.5B", model={"path": "Qwen/Qwen2.5-1.5B", "lora": {"rank": 16}}, engine={"kind": "hf"})
+    plan = plan_on(recipe, facts_of("Qwen/Qwen2.5-1.5B"), machine)
+    cost = cost_of(plan, machine, step_time(plan, machine))
+    numbers = 28 * 16 * (2 * (1536 + 1536) + 2 * (1536 + 256) + 2 * (1536 + 8960) + (8960 + 1536))
+    assert cost.state_bytes == pytest.approx(14 * numbers, rel=0.001)
 
 
 def test_no_price_is_said():
