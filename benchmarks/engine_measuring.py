@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from cases import Told
 from engine_roles import engine_roles
@@ -34,6 +34,8 @@ class Sizes:
     pushes: int = 5
     judged: int = 64
     greedy_tokens: int = 32
+    turns: int = 8
+    """Rounds of `rollout_ways.py`."""
 
 
 def prompts_of(checked: Checked, renderer: Any, number: int) -> list[tuple[int, ...]]:
@@ -90,8 +92,10 @@ def raw_within(core: Any, prompts: Sequence[tuple[int, ...]], stop_ids: Sequence
 # ── a case ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def measure(checked: Checked, sizes: Sizes, folder: RunFolder, gpus: list[str], told: Told) -> None:
-    """Start, push, generate, train, push again; say everything."""
+async def measure(
+    checked: Checked, sizes: Sizes, folder: RunFolder, gpus: list[str], told: Told, look: Look | None = None
+) -> None:
+    """Start an engine and look at it: push, generate, train, push again unless `look` says otherwise; say everything."""
     began = time.perf_counter()
     async with engine_roles(checked, gpus, folder) as place:
         told(server_start_s=round(time.perf_counter() - began, 1))
@@ -108,10 +112,13 @@ async def measure(checked: Checked, sizes: Sizes, folder: RunFolder, gpus: list[
         await engine.start()
         told(start_s=round(time.perf_counter() - began, 1), **running.report())
         try:
-            await steps(running, told)
+            await (look or steps)(running, told)
         finally:
             await bridge.close()
             await engine.stop()
+
+
+Look: TypeAlias = "Callable[[Running, Told], Awaitable[None]]"
 
 
 async def steps(running: Running, told: Told) -> None:

@@ -13,6 +13,7 @@ of its own, as there is one engine of vLLM a process; each number is in the file
   against the answers of before the push, to see that it would show (the optimizer's steps in between are large ones).
 - `rollout_tokens_per_s`: Polyturn's whole rollout, to natural ends; `fixed_tokens_per_s`: 512 requests of exactly 256 tokens,
   to the engine alone. Beside them `raw_...` in the same engine, where it is in this process, and `.._of_raw` as shares.
+- `vllm/rollout_ways` looks at where a rollout's seconds go (`rollout_ways.py`) instead.
 - `held_before_push_gib`, `held_after_push_gib`: PyTorch's allocator; with one copy of the weights the second is less.
 
 The model folder is made beforehand, outside all deadlines. On a CPU (`--small`) everything is tried with few tokens.
@@ -31,8 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from cases import Told, end_on_signal, options_of, python, run_chosen
-from engine_measuring import Sizes, measure, named, prompts_of, rate, share, vllm_sampling
+from engine_measuring import Look, Sizes, measure, named, prompts_of, rate, share, vllm_sampling
 from engine_roles import last_words, take_trainers_variables
+from rollout_ways import in_turns
 
 from polyturn.config.load import load_recipe
 from polyturn.config.schema import Recipe
@@ -56,6 +58,8 @@ class Case:
     mode: str = "auto"
     pushes: int | None = None
     """Pushes that are timed, where the usual number would take minutes."""
+    look: Look | None = None
+    """What is looked at instead."""
 
 
 SHARED = {"devices": [0], "gpu_memory_utilization": 0.3}
@@ -71,13 +75,14 @@ CASES = {
     "vllm_server/single_copy": Case(engine={"kind": "vllm_server", **SHARED}, trainer={"devices": [0]}, mode="single_copy"),
     "vllm/in_process/second_gpu": Case(needs_gpus=2, engine={"kind": "vllm", "device": "cuda:1"}, mode="in_process"),
     "vllm_server/restart": Case(engine={"kind": "vllm_server", **SHARED}, trainer={"devices": [0]}, mode="restart", pushes=1),
+    "vllm/rollout_ways": Case(engine={"kind": "vllm"}, mode="single_copy", look=in_turns),
     "vllm/single_copy/float32": Case(model={"dtype": "float32"}, engine={"kind": "vllm"}, mode="single_copy"),
 }
 """In the order of what is wanted most."""
 
 
 FULL = Sizes()
-SMALL = Sizes(tasks=2, siblings=2, most_tokens=12, rounds=1, pushes=2, judged=4, greedy_tokens=6)
+SMALL = Sizes(tasks=2, siblings=2, most_tokens=12, rounds=1, pushes=2, judged=4, greedy_tokens=6, turns=2)
 
 
 def recipe_of(case: Case, sizes: Sizes, model: str, folder: Path, *, on_gpu: bool) -> Recipe:
@@ -175,7 +180,7 @@ def inside(name: str, options: argparse.Namespace) -> None:
             return
         folder = RunFolder.create(scratch, "engines")
         try:
-            asyncio.run(measure(checked, sizes, folder, gpus, told))
+            asyncio.run(measure(checked, sizes, folder, gpus, told, case.look))
         except BaseException:
             print(last_words(folder), flush=True)
             raise

@@ -35,8 +35,8 @@ def run(script: str, out: Path, *words: str) -> dict[str, Any]:
 
 
 def test_engines(tmp_path):
-    words = ("--small", "--model", "builtin:tiny", "--cases", "vllm/single_copy", "vllm_server/single_copy")
-    found = run("gpu_engines.py", tmp_path / "engines.json", *words)
+    cases = ("vllm/single_copy", "vllm_server/single_copy", "vllm/rollout_ways")
+    found = run("gpu_engines.py", tmp_path / "engines.json", "--small", "--model", "builtin:tiny", "--cases", *cases)
     one = found["vllm/single_copy"]
     assert one["coverage"] == 1.0
     assert one["tensors"] == one["checksums_equal"] == one["shared_tensors"] > 0
@@ -44,6 +44,9 @@ def test_engines(tmp_path):
     assert one["last_gap"] < 1e-4
     assert one["fixed_tokens_per_s"] > 0
     assert one["rollout_of_raw_within"] is not None
+    ways = found["vllm/rollout_ways"]["ways"]
+    assert ways["vllm"]["of_vllm"] == 1.0
+    assert all(one["seconds"] >= one["in_steps_s"] > 0 for one in ways.values())
     server = found["vllm_server/single_copy"]
     assert "skipped" in server or server["checksums_equal"] == server["tensors"]
 
