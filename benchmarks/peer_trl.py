@@ -5,7 +5,8 @@ python benchmarks/peer_trl.py --out benchmarks/results/peer_trl.json
 Same GPU, SmolLM2-135M-Instruct, 4,096 sums, chat template, sampling (temperature 1, at most 256 tokens), vLLM in the
 trainer's process at 0.3 of the GPU, 64 prompts x 8 completions a step, learning rate 1e-5. Each system runs in a process of its
 own, one after the other; the first --warmup steps are left out of medians. TRL as it comes: float32 weights under a bfloat16
-autocast, eight micro-batches of 64. Polyturn: bfloat16 weights that vLLM and the trainer share, float32 masters.
+autocast, eight micro-batches of 64. Polyturn: bfloat16 weights that vLLM and the trainer share, float32 masters. With
+`--parts polyturn trl polyturn/full` also Polyturn with layers computed again (`trainer.activations: full`).
 
 What is compared: seconds a step (rollout, train, push), completion tokens, reward, and the peak of PyTorch's allocator over
 the measured steps, in all and without vLLM's pool of keys and values. Polyturn leaves out groups without any advantage, TRL
@@ -38,7 +39,8 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-PARTS = ("polyturn", "trl")
+PARTS = {"polyturn": {}, "trl": None, "polyturn/full": {"activations": "full"}}
+"""Of Polyturn, what its trainer is told besides."""
 
 
 def sums(count: int = 4096) -> list[dict[str, str]]:
@@ -200,8 +202,8 @@ def trl(model: Path, steps: int) -> dict[str, Any]:
     return {"steps": found, "memory": memory(pool_bytes(vllm.llm.llm_engine))}
 
 
-def polyturn(model: Path, steps: int) -> dict[str, Any]:
-    """`polyturn train` with vLLM in its process."""
+def polyturn(model: Path, steps: int, told: dict[str, Any]) -> dict[str, Any]:
+    """`polyturn train` with vLLM in its process; its trainer is `told` that besides."""
     import torch
 
     from polyturn.cli.main import main
@@ -210,7 +212,7 @@ def polyturn(model: Path, steps: int) -> dict[str, Any]:
 
     folder = Path(tempfile.mkdtemp())
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums()))
-    (folder / "recipe.yaml").write_text(json.dumps(_recipe(folder, model, steps, on_gpu=torch.cuda.is_available())))
+    (folder / "recipe.yaml").write_text(json.dumps(_recipe(folder, model, steps, told, on_gpu=torch.cuda.is_available())))
     pool, by_itself = [], []
     build, close, push = VllmCore.__init__, VllmCore.close, SingleCopyBridge.push
 
@@ -251,7 +253,7 @@ def polyturn(model: Path, steps: int) -> dict[str, Any]:
     return {"steps": found, "memory": memory(pool[0]), "raw": {"medians": medians(by_itself, 3), "steps": by_itself}}
 
 
-def _recipe(folder: Path, model: Path, steps: int, *, on_gpu: bool) -> dict[str, Any]:
+def _recipe(folder: Path, model: Path, steps: int, told: dict[str, Any], *, on_gpu: bool) -> dict[str, Any]:
     return {
         "run": {"name": "peer", "steps": steps, "output_dir": str(folder / "runs")},
         "model": {"path": str(model), "dtype": "bfloat16" if on_gpu else "float32"},
@@ -271,7 +273,7 @@ def _recipe(folder: Path, model: Path, steps: int, *, on_gpu: bool) -> dict[str,
             "extra_args": {"max_num_batched_tokens": 4096},
         },
         "algorithm": {"advantage": "grpo", "loss": "bnpo"},
-        "trainer": {"learning_rate": 1e-5, "warmup_steps": 0, "betas": [0.9, 0.999]},
+        "trainer": {"learning_rate": 1e-5, "warmup_steps": 0, "betas": [0.9, 0.999], **told},
         "evaluation": {"episodes": 0},
         "logging": {"trajectories_every": 0},
     }
@@ -294,11 +296,12 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="folder of the model; SmolLM2 is made where none is named")
     parser.add_argument("--steps", type=int, default=13)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["polyturn", "trl"])
     parser.add_argument("--inside", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
-        result = {"trl": trl, "polyturn": polyturn}[options.inside](options.model, options.steps)
+        told = PARTS[options.inside]
+        result = trl(options.model, options.steps) if told is None else polyturn(options.model, options.steps, told)
         options.out.write_text(json.dumps(result))
         return
     from machine import PACKAGES, describe_machine
