@@ -15,7 +15,7 @@ from numerics.test_shared_prefixes import ALWAYS, everything
 from parts.models import gradients, tiny_model
 from parts.runs import child_environment
 from parts.samples import on_policy, packed, random_samples, trainer_settings
-from parts.shard_scenes import KERNEL_CASES
+from parts.shard_cases import KERNEL_CASES
 from polyturn.trainer.attention import VARLEN, use_attention
 from polyturn.trainer.context import Context, own_part
 from polyturn.trainer.context_attention import by_samples, masked

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from parts.runs import child_environment
-from parts.shard_scenes import CASES, CUT_CASES, LAYER_CASES
+from parts.shard_cases import CASES, CUT_CASES, LAYER_CASES
 
 pytestmark = pytest.mark.real
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from parts.shard_scenes import CASES
+from parts.shard_cases import CASES
 from polyturn.errors import MissingDependencyError, ModelError
 from polyturn.trainer.zero3 import Gathered, load_deepspeed, refuse_apart_experts
 from unit.trainer.test_shards import close, play
