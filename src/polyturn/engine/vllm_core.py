@@ -7,7 +7,6 @@ above that collects text, which nobody here wants, at the price of a third of th
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import threading
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from polyturn.engine.base import Sleep
 from polyturn.engine.vllm_tensors import UnknownLayerError, held_tensors
 from polyturn.errors import EngineError, MissingDependencyError
 from polyturn.plan.engine_report import EngineReport
+from polyturn.processes.garbage import put_aside
 from polyturn.types import SamplingParams
 
 SUPPORTED = "0.26 to 0.32"
@@ -130,9 +130,7 @@ class VllmCore:
         self._open: set[str] = set()
         self._nap, self._asleep, self._dropped = settings.sleep, set[str](), False
         self._device, self._on_gpu = device, device.type == "cuda"
-        # Nothing of what is there by now will be garbage: looking through all of it again and again stops every thread.
-        gc.collect()
-        gc.freeze()
+        put_aside()
 
     @staticmethod
     def _arguments(settings: VllmSettings, device: torch.device) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from polyturn.losses.base import LossInputs, required
 from polyturn.losses.policy import policy_loss
 from polyturn.losses.ratio import segment_log_ratio
 from polyturn.losses.sampler import sampler_weights
+from polyturn.processes.garbage import put_aside
 from polyturn.trainer.beside_engines import BesideEngines
 from polyturn.trainer.context import own_part
 from polyturn.trainer.context_attention import CutProbe, attend_across
@@ -46,6 +47,8 @@ Result = TypeVar("Result")
 Contents: TypeAlias = Literal["all", "model"]
 
 _TRAIN, _GATHER, _SCORE, _SAVE, _END = "train", "gather", "score", "save", "end"
+_COMPILING = 2
+"""Steps that compile, as a rule: the first, and one with rows of another length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,7 @@ class Trainer:
         if self._context is not None:
             self._cut_rows(reference)
         prepare_layers(self.model, activations=settings.activations, compiled=settings.compiled)
+        self._compiling = _COMPILING if settings.compiled else 0
         self._reference = reference_of(reference, self.model, self._score, partial(Scorer, float32_head=settings.float32_head))
         self.settings = settings
         self._together = settings.context_ranks * settings.tensor_ranks
@@ -275,10 +279,14 @@ class Trainer:
 
     def _train(self, shares: Sequence[Share]) -> dict[str, float]:
         try:
-            return self._train_shares(shares)
+            metrics = self._train_shares(shares)
         except torch.OutOfMemoryError as error:
             longest = max((len(row.input_ids) for share in shares for row in share.rows), default=0)
             raise DeviceMemoryError(_out_of_memory(error, self.settings, longest)) from error
+        if self._compiling:
+            self._compiling -= 1
+            put_aside()
+        return metrics
 
     def _train_shares(self, shares: Sequence[Share]) -> dict[str, float]:
         # Dropout stays off: the policy that is trained is the one that sampled.

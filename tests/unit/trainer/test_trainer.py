@@ -214,3 +214,15 @@ def test_a_gpu_that_is_too_small_is_told_what_would_fit(monkeypatch):
     trainer.settings = replace(trainer.settings, activations="full", offload_optimizer=True)
     with pytest.raises(DeviceMemoryError, match=r"longest trajectory\), model\.lora;"):
         trainer.train([packed(random_samples())])
+
+
+@pytest.mark.parametrize(("compiled", "times"), [(True, 2), (False, 0)])
+def test_what_compiling_leaves_is_put_aside(monkeypatch, compiled, times):
+    """The collector would look through hundreds of thousands of objects every few steps."""
+    put_aside = []
+    monkeypatch.setattr("polyturn.trainer.trainer.prepare_layers", lambda *_, **__: None)
+    monkeypatch.setattr("polyturn.trainer.trainer.put_aside", lambda: put_aside.append(trainer.version))
+    trainer = Trainer(tiny_model(), trainer_settings(compiled=compiled))
+    for _ in range(4):
+        trainer.train([packed(random_samples())])
+    assert put_aside == list(range(1, times + 1)), "after the first steps, which compile"
