@@ -212,7 +212,11 @@ def _say_failure(folder: Path, codes: dict[int, int]) -> int:
 
 
 def _blame(code: int) -> int:
-    """The lower, the likelier to be what the others ended of: the agent ends them by SIGTERM, or they lose their peer."""
-    if code < 0:
-        return 3 if code == -signal.SIGTERM else 0
-    return 2 if code == ResourceError.exit_code else 1
+    """The lower, the likelier to be what the others ended of: the agent ends them by SIGTERM, or they lose their peer.
+
+    A rank that loses its peer says so with an exit code of its own, or gloo's threads abort it before it can.
+    """
+    last = (-signal.SIGABRT, ResourceError.exit_code, -signal.SIGTERM)
+    if code in last:
+        return 2 + last.index(code)
+    return 0 if code < 0 else 1

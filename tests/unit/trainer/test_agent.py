@@ -14,6 +14,7 @@ from parts.runs import child_environment
 from parts.stub_runs import eventually, runs
 from polyturn.metrics.run_folder import RunFolder
 from polyturn.processes.endings import read_ending
+from polyturn.trainer.agent import _say_failure
 
 pytestmark = pytest.mark.real
 
@@ -33,6 +34,7 @@ from polyturn.processes.parents import die_with_starter
 die_with_starter()
 import torch
 import torch.distributed as dist
+from polyturn.processes.leaving import leave
 assert sys.argv[1] == "trainer-" + os.environ["RANK"]
 dist.init_process_group("gloo")
 total = torch.ones(1) * (dist.get_rank() + 1)
@@ -40,6 +42,7 @@ dist.all_reduce(total)
 folder = Path(os.environ["FOLDER"])
 (folder / f"{dist.get_rank()}.txt").write_text(f"{total.item()} {os.environ['MASTER_ADDR']} {os.getpid()}")
 """
+# A rank ends by `leave`, as those of a run do: at the usual end of a process gloo's threads sometimes abort it.
 WAITS = RANK + "dist.barrier() if dist.get_rank() else time.sleep(600)"
 
 
@@ -76,7 +79,7 @@ class Agent:
 
 
 def test_ranks_meet_on_the_loopback_device(tmp_path):
-    agent = Agent(tmp_path, RANK + "time.sleep(1)")
+    agent = Agent(tmp_path, RANK + "time.sleep(1); leave(0)")
     pids = agent.pids()
     sockets = {line.split()[9] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if open_to_all(line)}
     sockets |= {line.split()[9] for line in Path("/proc/net/tcp6").read_text().splitlines()[1:] if open_to_all(line)}
@@ -88,10 +91,11 @@ def test_ranks_meet_on_the_loopback_device(tmp_path):
     assert agent.endings() == [0, 0]
 
 
-@pytest.mark.parametrize(("last", "codes", "code"), [("pass", [0, 0], 0), ("sys.exit(dist.get_rank() * 5)", [None, 5], 5)])
+@pytest.mark.parametrize(("last", "codes", "code"), [("leave(0)", [0, 0], 0), ("leave(dist.get_rank() * 5)", [None, 5], 5)])
 def test_how_ranks_ended_is_known_also_when_the_agent_collects_them_first(tmp_path, last, codes, code):
     agent = Agent(tmp_path, RANK + last, look_s=600)
-    assert agent.end()[0] == code
+    ended, err = agent.end()
+    assert ended == code, err
     found = agent.endings()
     assert [one for one, wanted in zip(found, codes, strict=True) if wanted is not None] == [c for c in codes if c is not None]
 
@@ -118,11 +122,31 @@ def test_a_rank_that_is_killed_is_named_at_once(tmp_path):
 
 
 def test_the_exit_code_of_the_rank_that_failed_first(tmp_path):
-    agent = Agent(tmp_path, RANK + "sys.exit(4) if dist.get_rank() else dist.barrier()")
+    loses_its_peer = "\ntry: dist.barrier()\nexcept RuntimeError: leave(3)"
+    agent = Agent(tmp_path, RANK + "if dist.get_rank(): leave(4)" + loses_its_peer)
     code, err = agent.end()
-    assert code == 4
+    assert code == 4, err
     assert "trainer-1 ended with exit code 4; the other ranks have been ended" in err
     assert agent.endings()[1] == 4
+
+
+@pytest.mark.parametrize(
+    ("codes", "first"),
+    [
+        ({0: -signal.SIGABRT, 1: 4}, 1),
+        ({0: 3, 1: -signal.SIGABRT}, 1),
+        ({0: -signal.SIGTERM, 1: 3}, 1),
+        ({0: 1, 1: -signal.SIGKILL}, 1),
+        ({0: 3, 1: 1}, 1),
+        ({1: 4, 0: 1}, 1),
+        ({0: 0, 1: 3}, 1),
+    ],
+    ids=str,
+)
+def test_the_rank_that_the_others_ended_of(codes, first, capsys):
+    """Whoever loses a peer over gloo is aborted by its threads, ends with 3 or is asked to end."""
+    assert _say_failure(Path(), codes) == (codes[first] if codes[first] > 0 else 3)
+    assert capsys.readouterr().err.startswith(f"trainer-{first} ")
 
 
 def test_a_request_to_end_ends_the_ranks(tmp_path):
