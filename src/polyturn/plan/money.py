@@ -12,11 +12,9 @@ from polyturn.plan.hardware import Machine
 from polyturn.plan.memory import adapter_numbers, held_bytes
 from polyturn.plan.models import ModelFacts
 from polyturn.plan.planner import GIB, Plan, trainer_load
-from polyturn.plan.speed import StepTime
+from polyturn.plan.speed import DISK, StepTime
 
 _HOUR_S = 3600.0
-_DISK = 1e9
-"""Bytes a second that a file is written with: assumed."""
 _COPY = 2e10
 """Bytes a second from a GPU to pinned memory: assumed."""
 SPOT = (
@@ -54,7 +52,7 @@ def cost_of(plan: Plan, machine: Machine, time: StepTime, *, num_tasks: int | No
     """What the run of `plan` costs on `machine`."""
     price, recipe = machine.total_price, plan.recipe
     state, cadence = _state_bytes(plan.facts, recipe), recipe.checkpoint.cadence()
-    export = plan.facts.parameters * ELEMENT_BYTES[recipe.model.dtype] / _DISK
+    export = plan.facts.parameters * ELEMENT_BYTES[recipe.model.dtype] / DISK
     steps, wait = recipe.run.steps, state / _COPY
     saves = 0 if steps is None or not cadence else math.ceil(steps / min(cadence.values()))
     hours = None if steps is None else (steps * time.seconds + saves * wait + export) / _HOUR_S
@@ -72,7 +70,7 @@ def cost_of(plan: Plan, machine: Machine, time: StepTime, *, num_tasks: int | No
         state_bytes=state,
         checkpoints={tier: (every, recipe.checkpoint.kept(tier)) for tier, every in cadence.items()},
         checkpoint_wait_s=wait,
-        checkpoint_write_s=state / _DISK,
+        checkpoint_write_s=state / DISK,
         export_s=export,
     )
 

@@ -333,7 +333,7 @@ def _caveats(recipe: Recipe, facts: ModelFacts, load: TrainerLoad) -> tuple[str,
         "keys and values of other ranks": load.context_ranks > 1,
         "activations of experts": facts.experts_per_token > 0,
         "activations of latent attention": facts.latent_numbers is not None,
-        "activations where heads x head size is not the hidden size, but for three cases that were within 4 %": (
+        "activations where heads x head size is not the hidden size, but for two cases that were within 4 %": (
             facts.heads * facts.head_dim != facts.hidden
         ),
         "what computing with quantized layers takes, but for one case in 4 bits": load.quantize is not None,

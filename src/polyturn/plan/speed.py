@@ -46,7 +46,8 @@ _NCCL_FIXED_S, _NCCL_BYTES_S = 0.06, 22e9
 """3.09 GB were pushed in 0.2 s over NVLink, 0.06 s of which were pause, start and finish."""
 _ALL_REDUCE_S = {True: 15e-6, False: 60e-6, None: 60e-6}
 """To add up something small over the GPUs of one engine, with NVLink and without: assumed. Twice a layer and token."""
-_DISK = 1e9
+DISK = 1e9
+"""Bytes a second that a file is written with: assumed."""
 _SERVER_START_S = 120.0
 _CPU_MEMORY = 10e9
 _OFFLOAD_BYTES = 30
@@ -261,9 +262,9 @@ def push_seconds(plan: Plan, machine: Machine) -> tuple[float, str]:
         size = adapters or whole
         return 2 * size / (machine.gpu.bandwidth_gb_s * 1e9), f"{size / 1e9:.2f} GB read and written on the GPU"
     if mode == "lora":
-        return 0.1 + adapters / _DISK, f"{adapters / 1e6:.1f} MB of adapters as a file, {_DISK / 1e9:g} GB/s, and 0.1 s"
+        return 0.1 + adapters / DISK, f"{adapters / 1e6:.1f} MB of adapters as a file, {DISK / 1e9:g} GB/s, and 0.1 s"
     if mode == "restart":
-        return _SERVER_START_S + whole / _DISK, f"{whole / 1e9:.2f} GB to disk and {_SERVER_START_S:g} s for a server to start"
+        return _SERVER_START_S + whole / DISK, f"{whole / 1e9:.2f} GB to disk and {_SERVER_START_S:g} s for a server to start"
     rate = min(_NCCL_BYTES_S, link(machine, plan.num_gpus))
     return (
         _NCCL_FIXED_S + whole / rate,
