@@ -1,10 +1,11 @@
 """What an engine takes of its GPU, term by term: the `hf` engine, and an engine that pages its KV cache.
 
 A paged engine takes a share of the GPU when it starts and keeps it: weights, the peak of a trial batch, what other libraries
-took, and the rest as blocks of KV cache. Its formulas were worked out from one published start of vLLM and give it back, which
-says little about other models: Qwen2.5-7B on an A100 of 40 GB at a share of 0.85, which reports 33.57 GiB = 14.27 weights +
-17.39 activation peak + 0.09 others + 1.82 KV cache, 2,131 blocks of 16 tokens. With tensor parallelism each GPU holds its part
-of every matrix, and of the heads' keys and values; norms, hidden states and MLA's latents are whole on each of them.
+took, and the rest as blocks of KV cache. Its formulas were worked out from one published start of vLLM and give it back:
+Qwen2.5-7B on an A100 of 40 GB at a share of 0.85, which reports 33.57 GiB = 14.27 weights + 17.39 activation peak + 0.09 others
++ 1.82 KV cache, 2,131 blocks of 16 tokens. Four starts of vLLM 0.26 on an H200 were held against them (`docs/planner.md`). With
+tensor parallelism each GPU holds its part of every matrix, and of the heads' keys and values; norms, hidden states and MLA's
+latents are whole on each of them.
 
 The `hf` engine holds its weights and takes the rest while it generates. Its formulas count what its code makes; they were not
 held against a measurement.
@@ -23,6 +24,8 @@ from polyturn.plan.models import Linear, ModelFacts
 BLOCK_TOKENS = 16
 NON_TORCH = round(0.09 * (1 << 30))
 """What CUDA and NCCL take outside PyTorch on one GPU, as that start reports it."""
+_DOUBT = round(0.14 * (1 << 30))
+"""By how much starts differ in that: 0.225 GiB on an H200 with vLLM 0.26. A context that has no room after this is refused."""
 _PAGE = 2 << 20
 _SMALLEST_PAGED = 10 << 20
 _MOST_UNSPLIT = 1 << 20
@@ -34,7 +37,8 @@ GRAPHS = round(0.5 * (1 << 30))
 """What recorded CUDA graphs take: assumed, not measured."""
 _VOCABULARY_PADDING = 64
 _SAMPLER_COPIES = 4
-"""Float32 copies of a batch's logits that sampling makes: assumed, not measured."""
+"""Float32 copies of a batch's logits that sampling makes in a model with experts, which vLLM runs by its older way: assumed.
+Dense ones are sampled where their logits lie: 1,024 sequences of Qwen3-1.7B took no more than those."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,15 +80,17 @@ class PagedEngine:
 
     def refusal(self, context: int) -> str | None:
         """Why a context of so many tokens can't be served, and what can; None when it can."""
-        if context <= self.tokens:
+        sure = int((self.kv_bytes - _DOUBT) // (self.bytes_per_token * BLOCK_TOKENS)) * BLOCK_TOKENS
+        if context <= sure:
             return None
-        if self.tokens == 0:
+        if sure <= 0:
             return (
                 f"weights and activations leave no room for a KV cache in {self.budget / (1 << 30):.2f} GiB; take a larger GPU"
             )
         return (
             f"a context of {context:,} tokens needs {context * self.bytes_per_token / (1 << 30):.2f} GiB of KV cache and "
-            f"{self.kv_bytes / (1 << 30):.2f} are left; the longest that fits is {self.tokens:,}"
+            f"{self.kv_bytes / (1 << 30):.2f} are left, which is {self.tokens:,} tokens; starts differ by "
+            f"{_DOUBT / (1 << 30):.2f}, so ask for at most {sure:,}"
         )
 
 
@@ -149,7 +155,8 @@ def _paged_terms(facts: ModelFacts, load: PagedLoad) -> tuple[Term, ...]:
     batch = load.context if load.batched_tokens is None else load.batched_tokens
     forward = batch * (width * (4 * facts.hidden + 3 * facts.intermediate / parts) + _INPUTS) + _WORKSPACE
     rows = load.sequences or 0
-    sampled = batch * width * facts.hidden + rows * facts.vocabulary * (width + 4 * _SAMPLER_COPIES)
+    copies = _SAMPLER_COPIES if facts.experts_per_token else 0
+    sampled = batch * width * facts.hidden + rows * facts.vocabulary * (width + 4 * copies)
     each = f" / {parts} GPUs" if parts > 1 else ""
     terms = [
         Term(
@@ -162,7 +169,7 @@ def _paged_terms(facts: ModelFacts, load: PagedLoad) -> tuple[Term, ...]:
             bytes=max(forward, sampled),
             formula=f"peak of a trial batch of {batch:,} tokens: 4 x hidden + 3 x feed-forward width{each}, x {width} bytes"
             if forward >= sampled
-            else f"peak of sampling {rows:,} rows of logits x (2 + {_SAMPLER_COPIES} float32 copies, assumed)",
+            else f"peak of sampling {rows:,} rows of logits x ({width} bytes + {copies} float32 copies), and hidden states",
         ),
         Term(
             name="engine non-torch",

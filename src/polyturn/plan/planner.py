@@ -325,7 +325,7 @@ def trainer_load(recipe: Recipe) -> TrainerLoad:
 def _caveats(recipe: Recipe, facts: ModelFacts, load: TrainerLoad) -> tuple[str, ...]:
     unmeasured = {
         "the hf engine's KV cache, prefill and logits: worst cases, not measured": not is_paged(recipe),
-        "the paged engine, but for one start of Qwen2.5-7B that its formulas were worked out from": is_paged(recipe),
+        "the paged engine, but for five starts of dense models on one GPU each": is_paged(recipe),
         "tensor parallelism of the engine": tensor_parallel(recipe) > 1,
         "activations of float32 weights, and attention with a mask, but for one case": load.dtype == "float32" or load.masked,
         "shards: their own sizes are exact, what is whole for a while was never measured": recipe.trainer.parallel == "fsdp2",
