@@ -164,6 +164,7 @@ class Measured:
             self.rates.append(rate)
         for tier, seconds in found.items():
             self.durable.setdefault(tier, []).append(seconds)
+        print(f"{way.name} {step}: copy {self.copies[-1]:.3f}, blocking {self.blocking[-1]:.3f}, durable {found}", flush=True)
 
     def result(self) -> dict[str, Any]:
         """The first save, and medians of the others."""
@@ -251,8 +252,8 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(state: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """All ways on one state."""
+def measure(state: dict[str, Any], args: argparse.Namespace, told: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """All ways on one state; what is known is `told` whenever it is more."""
     num_bytes = sum(one.numel() * one.element_size() for one in tensors_of(state))
     plain = PlainCopy(state)
     plain()
@@ -260,17 +261,19 @@ def measure(state: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     in_memory = num_bytes <= MOST_IN_MEMORY_TIER or args.device != "cpu"
     tiers = [*(["memory"] if in_memory else []), "disk", *(["s3"] if args.s3_endpoint else [])]
     folder = Path(tempfile.mkdtemp(dir=args.folder, prefix="polyturn-bench-"))
+    row["hidden"] = hidden(state, args.device, args.step_s)
+    told(row)
     try:
         ways: list[Callable[[], Way]] = [
             lambda: Ours(state, folder / "ours", tiers, args.s3_endpoint),
             lambda: TorchSave(state, folder / "torch"),
         ]
         row |= in_turns(ways, plain, args.saves)
+        told(row)
         row |= in_turns([lambda: AsyncSave(state, folder / "async")], plain, args.saves)
         if args.amazon and in_memory:
             for endpoint in (None, *([args.s3_endpoint] if args.s3_endpoint else [])):
                 row |= in_turns([lambda: AmazonsLibrary(state, folder / "daemon", endpoint)], plain, args.saves)  # noqa: B023
-        row["hidden"] = hidden(state, args.device, args.step_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return row
@@ -292,13 +295,19 @@ def main() -> None:
     makers: list[Callable[[], dict[str, Any]]] = [lambda gib=gib: make_state(gib, args.device) for gib in args.gib]
     if args.parameters:
         makers.append(lambda: make_training_state(args.parameters, args.device))
-    results = []
+    results: list[dict[str, Any]] = []
     packages = [*PACKAGES, *(["amzn-sagemaker-checkpointing", "s3torchconnector"] if args.amazon else [])]
-    for make in makers:
-        results.append(measure(make(), args))
-        whole = {"benchmark": "checkpoint", **describe_machine(packages), "results": results}
-        if args.out is not None:  # after each, so that a run that is cut leaves what it has
+
+    def told(row: dict[str, Any]) -> None:
+        """Written whenever more is known, so that a run that is cut leaves what it has."""
+        if args.out is not None:
+            whole = {"benchmark": "checkpoint", **describe_machine(packages), "results": [*results, row]}
             args.out.write_text(json.dumps(whole, indent=1) + "\n")
+
+    for make in makers:
+        row = measure(make(), args, told)
+        told(row)
+        results.append(row)
     print(json.dumps(results, indent=1))
 
 
