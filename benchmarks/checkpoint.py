@@ -225,6 +225,7 @@ def hidden(state: dict[str, Any], device: str, step_s: float) -> dict[str, float
 
     try:
         arena.stage(tensors)
+        work(20)  # the first products on a GPU are no measure
         rounds = max(1, int(20 * 3.0 / max(work(20), 1e-6)))  # some 3 s
         alone, beside, copies = [], [], []
         for _ in range(3):
