@@ -33,9 +33,9 @@ async def gone(pid: int) -> None:
         await asyncio.sleep(0.01)
 
 
-async def present(pid: int) -> None:
-    """Wait until a program runs under `pid`, the only one: below its monitor there is somebody."""
+async def present(pid: int, programs: int = 1) -> None:
+    """Wait until so many programs run under `pid`, and no others: below the monitor of each there is somebody."""
     deadline = time.monotonic() + PATIENCE_S
-    while len(descendants(pid)) < 2:
-        assert time.monotonic() < deadline, f"nothing runs under {pid}"
+    while len(descendants(pid)) < 2 * programs:
+        assert time.monotonic() < deadline, f"fewer than {programs} run under {pid}"
         await asyncio.sleep(0.01)
