@@ -55,8 +55,6 @@ def main() -> None:
     from polyturn.checkpoint.writing import CheckpointWriter, Job, Settings
 
     torch.set_num_threads(1)
-    # Every file is hashed with xxh3, which finds what this would; at under 1 GB/s it takes two thirds of writing.
-    torch.serialization.set_crc32_options(compute_crc32=False)
     speaking = threading.Lock()
 
     def tell(event: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from polyturn.plan.models import Linear, ModelFacts
 BLOCK_TOKENS = 16
 NON_TORCH = round(0.09 * (1 << 30))
 """What CUDA and NCCL take outside PyTorch on one GPU, as that start reports it."""
-_DOUBT = round(0.14 * (1 << 30))
+DOUBT = round(0.14 * (1 << 30))
 """By how much starts differ in that: 0.225 GiB on an H200 with vLLM 0.26. A context that has no room after this is refused."""
 _PAGE = 2 << 20
 _SMALLEST_PAGED = 10 << 20
@@ -56,8 +56,13 @@ class PagedEngine:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the cache holds, which is also the longest context that can be served."""
+        """Tokens that the cache holds."""
         return self.blocks * BLOCK_TOKENS
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest context that can be served, also by a start that takes more than most."""
+        return max(0, int((self.kv_bytes - DOUBT) // (self.bytes_per_token * BLOCK_TOKENS)) * BLOCK_TOKENS)
 
     def sequences(self, context: int) -> int:
         """Sequences of that length that fit at once."""
@@ -80,17 +85,16 @@ class PagedEngine:
 
     def refusal(self, context: int) -> str | None:
         """Why a context of so many tokens can't be served, and what can; None when it can."""
-        sure = int((self.kv_bytes - _DOUBT) // (self.bytes_per_token * BLOCK_TOKENS)) * BLOCK_TOKENS
-        if context <= sure:
+        if context <= self.longest:
             return None
-        if sure <= 0:
+        if self.longest == 0:
             return (
                 f"weights and activations leave no room for a KV cache in {self.budget / (1 << 30):.2f} GiB; take a larger GPU"
             )
         return (
             f"a context of {context:,} tokens needs {context * self.bytes_per_token / (1 << 30):.2f} GiB of KV cache and "
             f"{self.kv_bytes / (1 << 30):.2f} are left, which is {self.tokens:,} tokens; starts differ by "
-            f"{_DOUBT / (1 << 30):.2f}, so ask for at most {sure:,}"
+            f"{DOUBT / (1 << 30):.2f}, so ask for at most {self.longest:,}"
         )
 
 

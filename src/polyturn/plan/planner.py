@@ -12,7 +12,7 @@ from polyturn.config.resolve import Resolved, resolve
 from polyturn.config.schema import Recipe, filled
 from polyturn.errors import ConfigError
 from polyturn.plan.engine_load import at_once, context_of, hf_load, paged_load, share_of
-from polyturn.plan.engine_memory import PagedEngine, budget_of, hf_terms, paged_engine
+from polyturn.plan.engine_memory import BLOCK_TOKENS, DOUBT, PagedEngine, budget_of, hf_terms, paged_engine
 from polyturn.plan.hardware import Gpu, Machine
 from polyturn.plan.memory import Term, TrainerLoad, adapter_numbers, held_bytes, own_terms, peak, trainer_terms
 from polyturn.plan.models import ModelFacts
@@ -249,7 +249,7 @@ def _paged(
     if gpu is not None:
         return paged_engine(facts, asked, budget=budget_of(share_of(recipe, beside_trainer=beside_trainer), gpu.usable_bytes))
     bare = paged_engine(facts, asked, budget=0)
-    return paged_engine(facts, asked, budget=bare.at_least + bare.bytes_per_token * (asked.context + 16))
+    return paged_engine(facts, asked, budget=bare.at_least + DOUBT + bare.bytes_per_token * (asked.context + BLOCK_TOKENS))
 
 
 def _cache_term(paged: PagedEngine, recipe: Recipe) -> Term:

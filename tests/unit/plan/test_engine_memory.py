@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from polyturn.errors import ConfigError
-from polyturn.plan.engine_memory import HfLoad, PagedEngine, PagedLoad, budget_of, hf_terms, paged_engine
+from polyturn.plan.engine_memory import BLOCK_TOKENS, DOUBT, HfLoad, PagedEngine, PagedLoad, budget_of, hf_terms, paged_engine
 from polyturn.plan.hardware import load_hardware
 from polyturn.plan.memory import TrainerLoad, peak
 from polyturn.plan.models import model_facts
@@ -104,3 +104,13 @@ def test_with_adapters_the_base_is_there_once():
     alone, shared = hf_terms(facts, load), hf_terms(facts, load, shares_base=trainer)
     assert shared[0].bytes == 2 * 24 * 8 * (896 + 896)
     assert peak(alone) - peak(shared) == alone[0].bytes - shared[0].bytes
+
+
+def test_room_for_a_context_is_there_when_a_start_takes_more():
+    """The longest context leaves what starts differ by; the block after it would not."""
+    plan = started("Qwen/Qwen2.5-7B", share=0.85, context=131_072)
+    assert plan.longest == 31_472
+    assert plan.refusal(plan.longest) is None
+    assert plan.refusal(plan.longest + 1) is not None
+    left = plan.kv_bytes - plan.longest * plan.bytes_per_token
+    assert DOUBT <= left < DOUBT + BLOCK_TOKENS * plan.bytes_per_token

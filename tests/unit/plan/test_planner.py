@@ -46,6 +46,13 @@ def test_an_engine_in_the_drivers_process_shares_its_gpu():
     assert plan.num_gpus == 3
 
 
+@pytest.mark.parametrize("kind", ["vllm", "vllm_server"])
+def test_where_no_gpu_is_named_an_engine_is_as_large_as_its_context_asks(kind):
+    plan = plan_of("Qwen/Qwen2.5-3B", engine={"kind": kind}, rollout={"max_trajectory_tokens": 4096})
+    assert any(gpu.engine is not None for gpu in plan.gpus)
+    assert plan.short_contexts() == ()
+
+
 def test_servers_have_gpus_of_their_own():
     plan = plan_of("Qwen/Qwen2.5-3B", trainer={"num_ranks": 7}, engine={"kind": "hf_server"})
     assert [(gpu.role, gpu.count) for gpu in plan.gpus] == [("trainer-0 to trainer-6", 7), ("engine-0", 1)]
