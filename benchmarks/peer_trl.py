@@ -1,4 +1,4 @@
-"""A training step of TRL's GRPOTrainer and of Polyturn, side by side on one GPU, and vLLM alone on the same prompts.
+"""A training step of TRL's GRPOTrainer and of Polyturn, side by side on one GPU, and vLLM alone in between.
 
 python benchmarks/peer_trl.py --out benchmarks/results/peer_trl.json
 
@@ -11,13 +11,16 @@ is held up by launching kernels, row by row.
 
 What is compared: seconds a step (rollout, train, push), completion tokens, reward, and the peak of PyTorch's allocator over
 the measured steps, in all and without vLLM's pool of keys and values. Polyturn leaves out groups without any advantage, TRL
-computes them: `trained_tokens` says how much. `raw` is Polyturn's engine before the training, driven by vLLM's own loop, with
-the untrained policy; completions get shorter as the policy learns.
+computes them: `trained_tokens` says how much. `vllm_alone_s`: after the rollout of every step, before its training, the same
+engine is asked the same prompts by vLLM's own loop, with the policy of this step, nothing else at work and no prompt kept; the
+step's own seconds leave that out. `over_vllm_s` is a step less that, `over_vllm_for_as_many_tokens_s` the same for as many
+tokens, since both sample anew, and `rollout_of_vllm` is a rollout's time a token over vLLM's own.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import random
@@ -103,33 +106,25 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def raw(core: Any, model: Path, rounds: int) -> list[dict[str, Any]]:
-    """The prompts of some steps, by the engine's own loop, with nothing else in the process."""
-    from transformers import AutoTokenizer
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+async def vllm_alone(run: Any, number: int) -> tuple[int, float]:
+    """Tokens and seconds of the prompts of step `number`, counted from 0, by vLLM's own loop in the engine of `run`."""
+    from engine_measuring import prompts_of, raw_within
 
-    tokenizer, engine = AutoTokenizer.from_pretrained(model), core._engine
-    sampling = SamplingParams(
-        temperature=1.0, max_tokens=MOST_TOKENS, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
-        ignore_eos=True, stop_token_ids=[tokenizer.eos_token_id],
-    )  # fmt: skip
-    rows, found = sums(), []
-    for number in range(rounds):
-        asked = rows[number * PROMPTS : (number + 1) * PROMPTS]
-        talks = [[{"role": "user", "content": row["question"]}] for row in asked]
-        prompts = [tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False) for talk in talks]
-        synchronize()
-        began = time.perf_counter()
-        for index, prompt in enumerate([prompt for prompt in prompts for _ in range(SIBLINGS)]):
-            engine.add_request(f"{number}-{index}", {"type": "token", "prompt_token_ids": list(prompt)}, sampling)
-        tokens = 0
-        while engine.has_unfinished_requests():
-            tokens += sum(len(output.outputs[0].token_ids) for output in engine.step() if output.finished)
-        found.append({"step": number, "rollout_s": time.perf_counter() - began, "completion_tokens": tokens})
-        engine.reset_prefix_cache()
-        print(json.dumps(found[-1]), flush=True)
-    return found
+    renderer, thread = run.policy.renderer, run.engine._thread
+    prompts = prompts_of(run.checked, renderer, number)
+    done: asyncio.Future[tuple[int, float]] = asyncio.get_running_loop().create_future()
+
+    def ask() -> None:
+        try:
+            thread._core.forget()  # the same prompts were computed a moment ago
+            found: Any = raw_within(thread._core, prompts, renderer.stop_ids, MOST_TOKENS)
+        except Exception as error:
+            done.get_loop().call_soon_threadsafe(done.set_exception, error)
+        else:
+            done.get_loop().call_soon_threadsafe(done.set_result, found)
+
+    thread.post(ask)
+    return await done
 
 
 def trl(model: Path, steps: int) -> dict[str, Any]:
@@ -209,49 +204,63 @@ def polyturn(model: Path, steps: int, told: dict[str, Any]) -> dict[str, Any]:
 
     from polyturn.cli.main import main
     from polyturn.engine.vllm_core import VllmCore
+    from polyturn.loop import sync
     from polyturn.weight_sync.single_copy import SingleCopyBridge
 
     folder = Path(tempfile.mkdtemp())
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums()))
     (folder / "recipe.yaml").write_text(json.dumps(_recipe(folder, model, steps, told, on_gpu=torch.cuda.is_available())))
-    pool, by_itself = [], []
-    build, close, push = VllmCore.__init__, VllmCore.close, SingleCopyBridge.push
-
-    def build_and_try(core: Any, settings: Any) -> None:
-        build(core, settings)
-        by_itself.extend(raw(core, model, rounds=8))
+    pool: list[int] = []
+    alone: list[dict[str, float]] = []
+    close, push, before_training = VllmCore.close, SingleCopyBridge.push, sync.sleep
 
     def close_and_tell(core: Any) -> None:
         pool.append(pool_bytes(core._engine))
         close(core)
+
+    async def ask_vllm_too(run: Any) -> None:
+        """Between rollout and training: the policy that rolled out is still in place, and nothing else runs."""
+        began = time.perf_counter()
+        tokens, seconds = await vllm_alone(run, len(alone))
+        alone.append({"vllm_alone_s": seconds, "vllm_alone_tokens": tokens, "aside_s": time.perf_counter() - began})
+        await before_training(run)
 
     async def push_and_reset(bridge: Any, version: int) -> None:
         await push(bridge, version)
         if version == 1:
             reset_peak()
 
-    VllmCore.__init__, VllmCore.close = build_and_try, close_and_tell  # type: ignore[assignment, method-assign]
-    SingleCopyBridge.push = push_and_reset  # type: ignore[method-assign]
+    VllmCore.close, SingleCopyBridge.push = close_and_tell, push_and_reset  # type: ignore[method-assign]
+    sync.sleep = ask_vllm_too
     code = main(["train", str(folder / "recipe.yaml")])
     assert code == 0, f"polyturn train ended with {code}"
     lines = [json.loads(line) for line in (folder / "runs" / "peer" / "metrics.jsonl").read_text().splitlines()]
-    found = [
-        {
-            "step": line["step"],
-            "step_s": line["time/step_s"],
-            "rollout_s": line["time/rollout_s"],
-            "train_s": line["time/train_s"],
-            "push_s": line["time/push_s"],
-            "reward": line["reward"],
-            "completion_tokens": round(line["completion_tokens_per_trajectory"] * PROMPTS * SIBLINGS),
-            "trained_tokens": line["num_trained_tokens"],
-            "zero_advantage_groups": line["num_zero_advantage_groups"],
-            "mismatch": line.get("mismatch"),
-        }
-        for line in lines
-        if "tokens_per_s" in line
-    ]
-    return {"steps": found, "memory": memory(pool[0]), "raw": {"medians": medians(by_itself, 3), "steps": by_itself}}
+    done = [line for line in lines if "tokens_per_s" in line]
+    found = [of_step(line, beside) for line, beside in zip(done, alone, strict=True)]
+    return {"steps": found, "memory": memory(pool[0])}
+
+
+def of_step(line: dict[str, Any], beside: dict[str, float]) -> dict[str, Any]:
+    """A step of Polyturn from its metrics, without the time in which vLLM was asked alone."""
+    step_s = line["time/step_s"] - beside["aside_s"]
+    tokens = round(line["completion_tokens_per_trajectory"] * PROMPTS * SIBLINGS)
+    return {
+        "step": line["step"],
+        "step_s": step_s,
+        "rollout_s": line["time/rollout_s"],
+        "train_s": line["time/train_s"],
+        "push_s": line["time/push_s"],
+        "reward": line["reward"],
+        "completion_tokens": tokens,
+        "vllm_alone_s": beside["vllm_alone_s"],
+        "vllm_alone_tokens": beside["vllm_alone_tokens"],
+        "over_vllm_s": step_s - beside["vllm_alone_s"],
+        "rollout_of_vllm": line["time/rollout_s"] / tokens * beside["vllm_alone_tokens"] / beside["vllm_alone_s"],
+        "over_vllm_for_as_many_tokens_s": step_s - beside["vllm_alone_s"] * tokens / beside["vllm_alone_tokens"],
+        "trained_tokens": line["num_trained_tokens"],
+        "zero_advantage_groups": line["num_zero_advantage_groups"],
+        "mismatch": line.get("mismatch"),
+    }
 
 
 def _recipe(folder: Path, model: Path, steps: int, told: dict[str, Any], *, on_gpu: bool) -> dict[str, Any]:
@@ -340,7 +349,6 @@ def main() -> None:
             record[part]["whole_s"] = round(time.perf_counter() - began, 1)
         options.out.write_text(json.dumps(record, indent=1) + "\n")
         print(part, json.dumps(record[part].get("medians")), record[part].get("memory"), flush=True)
-        print(json.dumps(record[part].get("raw", {}).get("medians")), flush=True)
 
 
 if __name__ == "__main__":
