@@ -155,3 +155,69 @@ def test_a_blocking_call_is_given_up_on():
         run_with_deadline(lambda: release.wait(30), 0.05, "a stuck call")
     assert time.monotonic() - began < 5
     release.set()
+
+
+async def test_deadlines_of_one_length_share_a_timer_and_end_each_at_its_own_time():
+    loop, timers = asyncio.get_running_loop(), []
+
+    def counted(when, callback, *arguments, **options):
+        timers.append(when)
+        return kept(when, callback, *arguments, **options)
+
+    async def hold(number):
+        async with deadline(30.0, f"number {number}"):
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    kept, loop.call_at = loop.call_at, counted
+    try:
+        await asyncio.gather(*map(hold, range(1000)))
+    finally:
+        del loop.call_at
+    assert len(timers) == 1
+
+
+async def test_the_first_ends_and_the_last_still_does():
+    ended = []
+
+    async def wait(name, begin_s):
+        await asyncio.sleep(begin_s)
+        try:
+            async with deadline(0.06, name):
+                await asyncio.sleep(0.0 if name == "done" else 30)
+        except DeadlineError as error:
+            ended.append(str(error))
+
+    await asyncio.gather(wait("first", 0.0), wait("done", 0.01), wait("last", 0.03))
+    assert [("first" in text, "last" in text) for text in ended] == [(True, False), (False, True)]
+
+
+async def test_no_timer_stays_when_the_last_deadline_is_over():
+    loop = asyncio.get_running_loop()
+    before = len(loop._scheduled)
+    async with deadline(77.0, "a while"):
+        assert len(loop._scheduled) == before + 1
+    assert all(timer.cancelled() for timer in loop._scheduled[before:])
+
+
+async def test_lengths_that_nobody_waits_for_are_forgotten():
+    async with deadline(500.0, "the one that goes on"):
+        for number in range(1000):
+            async with deadline(100.0 + number / 7, "what is left"):
+                pass
+        kept = deadlines._rows.by_length
+        assert len(kept) <= deadlines._MOST_ROWS
+        assert not kept[500.0].empty
+
+
+def test_a_loop_in_a_thread_that_ran_another_one_has_its_own():
+    async def passes():
+        with pytest.raises(DeadlineError):
+            async with deadline(0.01, "nothing"):
+                await asyncio.sleep(30)
+
+    inner = asyncio.new_event_loop()
+    asyncio.run(passes())
+    asyncio.run(passes())
+    inner.run_until_complete(passes())
+    inner.close()

@@ -261,3 +261,66 @@ async def test_a_call_within_a_deadline_gives_its_result_or_names_the_wait():
             await in_thread_within(0.05, "a call that hangs", release.wait, 60)
     finally:
         release.set()
+
+
+async def test_short_calls_that_come_together_share_a_thread(monkeypatch):
+    """To wake a thread for each would cost more than the calls do."""
+    monkeypatch.setattr(threads, "QUICK_S", 30.0)
+    monkeypatch.setattr(threads, "_idle", deque())
+    await asyncio.gather(*(in_thread(lambda: None) for _ in range(10)))  # the thread has started
+    names = await asyncio.gather(*(in_thread(threading.get_ident) for _ in range(500)))
+    assert len(set(names)) <= 2, "one that is about to be idle may be missed once"
+
+
+async def test_calls_behind_one_that_hangs_get_threads_of_their_own():
+    """All of them, though no call comes after them."""
+    release, others = threading.Event(), threading.Barrier(20, timeout=30)
+    hanging = asyncio.create_task(in_thread(release.wait, 30))
+    waiting = [asyncio.create_task(in_thread(others.wait)) for _ in range(20)]
+    assert sorted(await asyncio.gather(*waiting)) == list(range(20))
+    assert not hanging.done()
+    release.set()
+    assert await hanging
+
+
+async def test_a_call_from_another_loop_gets_past_one_that_hangs():
+    """The loop whose call hangs is itself held up, and looks after nobody."""
+    release = threading.Event()
+
+    async def hang_and_block():
+        hanging = asyncio.create_task(in_thread(release.wait, 30))
+        await asyncio.sleep(0)
+        release.wait(30)  # in the loop
+        assert await hanging
+
+    thread = threading.Thread(target=asyncio.run, args=(hang_and_block(),))
+    thread.start()
+    await asyncio.sleep(0.05)
+    assert await in_thread_within(20, "the other loop's call", lambda: "through") == "through"
+    release.set()
+    await asyncio.to_thread(thread.join, 30)
+
+
+def test_every_call_comes_back_whoever_takes_it():
+    """Several loops, calls short and long, threads that fall idle in between: none is forgotten, none runs twice."""
+    ran: deque[int] = deque()
+
+    def work(number):
+        ran.append(number)
+        if number % 7 == 0:
+            time.sleep(0.003)
+        return number
+
+    async def ask(first):
+        found = []
+        for start in range(first, first + 600, 60):
+            found += await asyncio.gather(*(in_thread_within(60, "a call", work, start + place) for place in range(60)))
+            await asyncio.sleep(0.0005)
+        assert found == list(range(first, first + 600))
+
+    loops = [threading.Thread(target=asyncio.run, args=(ask(first),)) for first in (0, 600, 1200)]
+    for loop in loops:
+        loop.start()
+    for loop in loops:
+        loop.join(60)
+    assert sorted(ran) == list(range(1800))
