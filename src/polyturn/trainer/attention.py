@@ -59,6 +59,17 @@ def _register() -> None:
     AttentionInterface.register(VARLEN, varlen_attention)
 
 
+def as_length(length: int, like: Tensor) -> Tensor:
+    """`length` as the size of an empty tensor, for compiled layers.
+
+    A number would be compiled in until it changes, and then the layers are compiled once more: in the middle of a run, when the
+    longest sample of the batch is no longer cut at the limit.
+    """
+    carrier = like.new_empty((length, 0))
+    torch._dynamo.maybe_mark_dynamic(carrier, 0)
+    return carrier
+
+
 def varlen_attention(
     module: torch.nn.Module,
     query_1NTD: Tensor,
@@ -70,14 +81,14 @@ def varlen_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
+    longest: Tensor | None = None,
     tree: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of one packed row, as transformers calls it; N query heads, M key heads, D their size.
 
-    Without `cu_seq_lens_q` the row is one sample; with `tree`, a block mask, it has segments that follow others. Returns
-    `[1, T, N, D]`.
+    `longest` is from `as_length`. Without `cu_seq_lens_q` the row is one sample; with `tree`, a block mask, it has segments
+    that follow others. Returns `[1, T, N, D]`.
     """
     assert dropout == 0.0, "the policy that is trained is the one that sampled: there is no dropout"
     if tree is not None:
@@ -85,10 +96,12 @@ def varlen_attention(
         return flexible(query_1NTD, key_1MTD, value_1MTD, tree, scaling), None
     query_TND, key_TMD, value_TMD = (states[0].transpose(0, 1) for states in (query_1NTD, key_1MTD, value_1MTD))
     length = query_TND.shape[0]
-    if cu_seq_lens_q is None or max_length_q is None:
-        cu_seq_lens_q, max_length_q = torch.tensor([0, length], dtype=torch.int32, device=query_TND.device), length
-    starts, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
-    out_TND = causal_varlen(query_TND, key_TMD, value_TMD, starts, longest, scaling=scaling, window=sliding_window)
+    if cu_seq_lens_q is None or longest is None:
+        cu_seq_lens_q, most = torch.tensor([0, length], dtype=torch.int32, device=query_TND.device), length
+    else:
+        most = longest.shape[0]
+    starts = (cu_seq_lens_q, cu_seq_lens_q)
+    out_TND = causal_varlen(query_TND, key_TMD, value_TMD, starts, (most, most), scaling=scaling, window=sliding_window)
     return out_TND[None], None
 
 

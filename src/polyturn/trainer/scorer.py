@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from polyturn.errors import ModelError
-from polyturn.trainer.attention import VARLEN, block_mask
+from polyturn.trainer.attention import VARLEN, as_length, block_mask
 from polyturn.trainer.head import HeadShape, head_logprobs
 from polyturn.trainer.row import RowTensors
 from polyturn.trainer.sharding import as_forward, rows_of
@@ -102,6 +102,8 @@ class Scorer:
             if self._attention == "eager":  # it adds its mask
                 dtype = next(self.model.parameters()).dtype
                 mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+        elif self._attention == VARLEN:
+            options |= {"cu_seq_lens_q": row.cu_seqlens_S, "longest": as_length(row.longest, row.cu_seqlens_S)}
         elif packed:
             options |= {
                 "cu_seq_lens_q": row.cu_seqlens_S,

@@ -9,7 +9,7 @@ from parts.models import ARCHITECTURES, tiny_model
 from parts.samples import packed, random_samples
 from polyturn.errors import ConfigError
 from polyturn.trainer import attention
-from polyturn.trainer.attention import VARLEN, use_attention, use_plain_attention
+from polyturn.trainer.attention import VARLEN, as_length, use_attention, use_plain_attention
 from polyturn.trainer.row import to_tensors
 from polyturn.trainer.scorer import Scorer, refuse_mixed_samples
 
@@ -89,3 +89,31 @@ def test_what_generates_attends_plainly():
 def test_a_model_that_squashes_its_scores_is_left_to_transformers():
     assert attention._squashes(tiny_model("gemma2").config)
     assert not attention._squashes(tiny_model("llama").config)
+
+
+def test_the_longest_sample_is_never_compiled_in(monkeypatch):
+    """Rows of two sizes are what layers are compiled for; a batch whose longest sample is another one is nothing new."""
+    monkeypatch.setattr(attention, "causal_varlen", lambda query, key, value, starts, longest, **_: query * longest[0])
+    compiled = []
+
+    def count(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    def attend(query, key, value, **row):
+        return attention.varlen_attention(torch.nn.Module(), query, key, value, None, **row)[0]
+
+    def run(samples, tokens, longest):
+        starts = torch.linspace(0, tokens, samples + 1).to(torch.int32)
+        query, key, value = (torch.ones(1, heads, tokens, 4) for heads in (4, 2, 2))
+        out = layer(query, key, value, cu_seq_lens_q=starts, longest=as_length(longest, starts))
+        assert (out == longest).all()
+        return len(compiled)
+
+    torch._dynamo.reset()
+    layer = torch.compile(attend, backend=count)
+    assert run(3, 24, 9) == 1
+    assert run(4, 32, 9) == 2, "of another size, with the same longest"
+    assert run(5, 36, 8) == 2
+    assert run(6, 40, 12) == 2
+    torch._dynamo.reset()
