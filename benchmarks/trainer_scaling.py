@@ -78,10 +78,11 @@ def main() -> None:
 
 
 def make_trainer(case: Case, options: argparse.Namespace, device: torch.device, ranks: ProcessRanks) -> Trainer:
-    """The same weights on every rank."""
+    """The same weights on every rank, made on its GPU, since a CPU takes a minute for a large model."""
     torch.manual_seed(0)
-    whole_on = torch.device("cpu") if options.parallel == "fsdp2" else device
-    model = make_model(case.model, whole_on)
+    model = make_model(case.model, device)
+    if options.parallel == "fsdp2":
+        model = model.to("cpu")
     use_attention(model, "auto", on_gpu=device.type == "cuda")
     settings = TrainerSettings(
         learning_rate=1e-6,
