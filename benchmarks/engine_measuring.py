@@ -55,6 +55,12 @@ def rate(found: Sequence[tuple[int, float]]) -> dict[str, Any]:
     }
 
 
+def medians_of(pushes: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Seconds by phase, each over the pushes that had it: not all compare checksums."""
+    names = dict.fromkeys(name for one in pushes for name in one)
+    return {name: round(statistics.median(one[name] for one in pushes if name in one), 4) for name in names}
+
+
 def named(prefix: str, rates: dict[str, Any]) -> dict[str, Any]:
     return {f"{prefix}_{key}": value for key, value in rates.items()}
 
@@ -128,11 +134,12 @@ async def steps(running: Running, told: Told) -> None:
     told(**await running.coverage())
     told(**named("first", await running.judge()))
     told(**await running.rates())
-    pushes = []
+    pushes, phases = [], []
     for number in range(running.sizes.pushes):
         asked = await running.ask()
         mismatch = await running.train(number)
         pushes.append(await running.push())
+        phases.append(running.phases())
         if number == 0:
             # Against answers of the weights before: what a push that did nothing would look like.
             stale, _ = running.gap(asked)
@@ -140,6 +147,7 @@ async def steps(running: Running, told: Told) -> None:
     told(
         pushes_s=[round(seconds, 4) for seconds in pushes],
         push_s=round(statistics.median(pushes), 4),
+        push_phases_s=medians_of(phases),
         **named("last", await running.judge()),
         **(gpu_memory()),
     )
@@ -177,6 +185,11 @@ class Running:
         await self.bridge.push(self.trainer.version)
         synchronize()
         return time.perf_counter() - began
+
+    def phases(self) -> dict[str, float]:
+        """What each phase of the last push took, where the bridge says so."""
+        says = getattr(self.bridge, "_pushing", self.bridge)
+        return dict(getattr(says, "seconds", {}))
 
     async def coverage(self) -> dict[str, Any]:
         """How much of the engine a push reached, and checksums of both sides, tensor by tensor."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -29,13 +30,15 @@ class Pushing:
         self.servers = [WeightServer(url.rstrip("/"), self.client, limit_s=deadline_s) for url in urls]
         self.deadline_s = deadline_s
         self.version = 0
+        self.seconds: dict[str, float] = {}
+        """What each phase of the last push took, also of one that failed."""
         self._probe = probe
-        self._phase = ""
+        self._phase, self._since = "", 0.0
         self._waiting: set[str] = set()
 
     async def run(self, version: int, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Await `work()` as push `version` or a part of it. Raises WeightSyncError, WeightMismatchError or DeadlineError."""
-        self.version = version
+        self.version, self.seconds = version, {}
         plural = "s" * (len(self.servers) > 1)
         try:
             async with deadline(self.deadline_s, f"weight push {version} to {len(self.servers)} engine server{plural}"):
@@ -47,15 +50,17 @@ class Pushing:
             raise
         except Exception as error:
             raise WeightSyncError(f"weight push {version} failed: {type(error).__name__}: {error}") from error
+        finally:
+            self._at("", ())
 
     async def alone(self, phase: str, function: Callable[..., T], *arguments: Any) -> T:
         """A phase of the trainer's own, in a thread."""
-        self._phase, self._waiting = phase, set()
+        self._at(phase, ())
         return await in_thread(function, *arguments)
 
     async def each(self, phase: str, act: Callable[[WeightServer], Coroutine[Any, Any, T]]) -> list[T]:
         """What every server says, all asked at once."""
-        self._phase, self._waiting = phase, {server.url for server in self.servers}
+        self._at(phase, [server.url for server in self.servers])
 
         async def asking(server: WeightServer) -> T:
             try:
@@ -68,6 +73,13 @@ class Pushing:
         async with TaskSet(f"the servers' answers in {phase}") as tasks:
             answers = [tasks.start(asking(server), server.url) for server in self.servers]
         return [answer.result() for answer in answers]
+
+    def _at(self, phase: str, waiting: Sequence[str]) -> None:
+        """One phase ends and the next begins."""
+        now = time.perf_counter()
+        if self._phase:
+            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
+        self._phase, self._waiting, self._since = phase, set(waiting), now
 
     async def compare(self, weights: Mapping[str, torch.Tensor]) -> bool:
         """Compare checksums with every server's; False where one can't say any. Raises WeightMismatchError."""
