@@ -95,6 +95,32 @@ def raw_within(core: Any, prompts: Sequence[tuple[int, ...]], stop_ids: Sequence
     return tokens, seconds
 
 
+async def raw_at(
+    server: Any, headers: dict[str, str], prompts: Sequence[tuple[int, ...]], stop_ids: Sequence[int], most: int
+) -> tuple[int, float]:
+    """The same prompts at a server, by a client that counts tokens and looks at nothing else."""
+    import aiohttp
+
+    from polyturn.engine.wire import GENERATE, request_body
+    from polyturn.types import SamplingParams
+
+    def body(seed: int, ids: tuple[int, ...]) -> dict[str, Any]:
+        asked = SamplingParams(max_tokens=most, seed=seed, stop_ids=tuple(stop_ids))
+        return request_body(ids, asked, version=server.version or 0, model=server.adapter) | {"cache_salt": salt}
+
+    async def ask(session: aiohttp.ClientSession, seed: int, ids: tuple[int, ...]) -> int:
+        async with session.post(server.url + GENERATE, json=body(seed, ids)) as response:
+            response.raise_for_status()
+            return len((await response.json())["choices"][0]["token_ids"])
+
+    salt = f"raw {time.monotonic_ns()}"  # these prompts were computed a moment ago
+    began = time.perf_counter()
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(600)) as session:
+        counts = await asyncio.gather(*(ask(session, seed, ids) for seed, ids in enumerate(prompts)))
+    return sum(counts), time.perf_counter() - began
+
+
 # ── a case ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -280,21 +306,19 @@ class Running:
         }
 
     async def rates(self) -> dict[str, Any]:
-        """Tokens a second: the whole rollout, the engine alone, and raw vLLM where it can be asked."""
+        """Tokens a second: the whole rollout, the engine alone, and the same vLLM asked by as little as possible."""
         rollouts, fixed, raw_natural, raw_fixed = [], [], [], []
         stop_ids, most = self.policy.renderer.stop_ids, self.sizes.most_tokens
         for number in range(self.sizes.rounds + 1):
             prompts = prompts_of(self.checked, self.policy.renderer, number)
             rollouts.append(await self.roll_out(number))
             fixed.append(await self.fixed(prompts))
-            if self.core is not None:
-                raw_natural.append(await self.raw(prompts, stop_ids, most))
-                raw_fixed.append(await self.raw(prompts, (), most))
+            raw_natural.append(await self.raw(prompts, stop_ids, most))
+            raw_fixed.append(await self.raw(prompts, (), most))
         found = named("rollout", rate(rollouts[1:])) | named("fixed", rate(fixed[1:]))
-        if self.core is not None:
-            found |= named("raw_rollout", rate(raw_natural[1:])) | named("raw_fixed", rate(raw_fixed[1:]))
-            for kind in ("rollout", "fixed"):
-                found[f"{kind}_of_raw_within"] = share(found, f"{kind}_tokens_per_s", found, f"raw_{kind}_tokens_per_s")
+        found |= named("raw_rollout", rate(raw_natural[1:])) | named("raw_fixed", rate(raw_fixed[1:]))
+        for kind in ("rollout", "fixed"):
+            found[f"{kind}_of_raw_within"] = share(found, f"{kind}_tokens_per_s", found, f"raw_{kind}_tokens_per_s")
         return found
 
     async def roll_out(self, number: int, kept: list[Any] | None = None) -> tuple[int, float]:
@@ -326,7 +350,10 @@ class Running:
         return sum(len(answer.ids) for answer in answers), time.perf_counter() - began
 
     async def raw(self, prompts: Sequence[tuple[int, ...]], stop_ids: Sequence[int], most: int) -> tuple[int, float]:
-        """The loop of vLLM itself, in the thread that owns the engine."""
+        """The loop of vLLM itself, in the thread that owns the engine; of a server, its answers to a plain client."""
+        if self.core is None:
+            (server,), headers = self.engine._replicas.all, self.engine._client._headers
+            return await raw_at(server, headers, prompts, stop_ids, most)
         done: asyncio.Future[tuple[int, float]] = asyncio.get_running_loop().create_future()
 
         def run() -> None:
