@@ -42,6 +42,7 @@ from polyturn.trainer.shares import Share, from_bytes, share_out, to_bytes
 from polyturn.trainer.whole import gather_shards
 from polyturn.types import PackedRow, TrainBatch
 from polyturn.weight_sync.base import WeightSource, WholeWeights, checksum
+from polyturn.weight_sync.transfer import BUCKET_BYTES, buckets
 
 Result = TypeVar("Result")
 Contents: TypeAlias = Literal["all", "model"]
@@ -134,9 +135,12 @@ class Trainer:
     def whole(self, names: Iterable[str] | None = None) -> Mapping[str, Tensor]:
         """On rank 0: these tensors of the model's state, those of `weights` when None, whole.
 
-        Where they are shards, each is gathered when it is asked for, and not kept.
+        Where they are shards, they are gathered when they are asked for, some at a time, and not kept.
         """
-        return OnDemand(list(self.weights() if names is None else names), self.gather)
+        if not self._layout.lockstep:
+            return self._layout.whole(list(self.weights() if names is None else names))
+        together = buckets(self.weights(), BUCKET_BYTES) if names is None else ([name] for name in names)
+        return OnDemand(together, self.gather)
 
     def state_to_save(self) -> dict[str, Tensor] | None:
         """On rank 0: what an export writes, gathered tensor by tensor into CPU memory; None where the model holds it whole.

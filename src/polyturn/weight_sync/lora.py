@@ -10,7 +10,7 @@ says which ones those are, and an answer that was sampled by another name is ref
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +105,7 @@ class LoraBridge:
 
     async def _compare_bases(self) -> bool:
         """Refuse servers whose base is another one. False where they can't say checksums."""
-        base = {name.replace(".base_layer", ""): tensor for name, tensor in self._frozen().items()}
-        if await self._pushing.compare(base):
+        if await self._pushing.compare(_Plain(self._frozen())):
             return True
         say_probed("an engine server can't compare checksums")
         return False
@@ -127,6 +126,23 @@ class LoraBridge:
                         f"{len(ours)}; {missing} is in one only"
                     )
                 check_sums(ours, theirs, version, f" at {server.url}")
+
+
+class _Plain(Mapping[str, torch.Tensor]):
+    """Tensors of a base by the names that they have without adapters. Of shards one at a time is whole, as in what it is of."""
+
+    def __init__(self, base: Mapping[str, torch.Tensor]) -> None:
+        self._base = base
+        self._names = {name.replace(".base_layer", ""): name for name in base}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._base[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 async def _load(server: WeightServer, name: str, folder: Path) -> None:

@@ -115,4 +115,4 @@ def say_probed(why: str) -> None:
 
 @torch.no_grad()
 def _sums(weights: Mapping[str, torch.Tensor], types: Mapping[str, torch.dtype]) -> dict[str, int]:
-    return {name: checksum(weights[name].to(dtype), signed_zeros=False) for name, dtype in types.items()}
+    return {name: checksum(tensor.to(types[name]), signed_zeros=False) for name, tensor in weights.items()}

@@ -11,6 +11,7 @@ import torch
 from parts.models import gradients, largest_gap, plain_logprobs, same_bits, snapshot, tiny_model
 from parts.samples import loss_options, make_sample, on_policy, packed, random_samples, trainer_settings
 from polyturn.errors import DeviceMemoryError, NonFiniteError
+from polyturn.trainer.parallel import OnDemand
 from polyturn.trainer.scorer import Scorer
 from polyturn.trainer.trainer import Trainer
 from polyturn.types import TrainBatch
@@ -186,6 +187,38 @@ def test_weights_are_the_live_ones_and_all_of_them():
     assert before.keys() == model.state_dict().keys()
     trainer.train([packed(random_samples())])
     assert not torch.equal(trainer.weights()["lm_head.weight"], before["lm_head.weight"])
+
+
+def test_all_whole_tensors_are_found_at_once(monkeypatch):
+    """To list a model's state takes milliseconds: once for each of hundreds of tensors, it made a push take seconds."""
+    model = tiny_model()
+    trainer = Trainer(model, trainer_settings())
+    listed, state_dict = [], type(model).state_dict
+    monkeypatch.setattr(type(model), "state_dict", lambda self, *a, **k: (listed.append(self), state_dict(self, *a, **k))[1])
+    for asked in (None, ["lm_head.weight", "model.norm.weight"]):
+        listed.clear()
+        whole = dict(trainer.whole(asked).items())
+        assert list(whole) == list(asked or model.state_dict())
+        assert len([one for one in listed if one is model]) <= 3
+    assert torch.equal(whole["model.norm.weight"], model.model.norm.weight)
+
+
+def test_tensors_on_demand_come_some_at_a_time():
+    asked = []
+
+    def gather(names):
+        asked.append(list(names))
+        return {name: torch.tensor(float(ord(name))) for name in names}
+
+    whole = OnDemand([["a", "b"], ["c"]], gather)
+    assert not asked
+    assert {name: tensor.item() for name, tensor in whole.items()} == {"a": 97.0, "b": 98.0, "c": 99.0}
+    assert asked == [["a", "b"], ["c"]]
+    assert whole["b"].item() == 98.0
+    assert asked[2:] == [["b"]]
+    assert (list(whole), len(whole)) == (["a", "b", "c"], 3)
+    with pytest.raises(KeyError):
+        whole["d"]
 
 
 def test_a_kl_term_needs_a_reference():
