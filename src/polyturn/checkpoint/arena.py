@@ -42,6 +42,14 @@ class Slot:
         num_bytes = dtype.itemsize * torch.Size(self.shape).numel()
         return memory[self.offset : self.offset + num_bytes].view(dtype).view(self.shape)
 
+    def alone(self, memory: torch.Tensor) -> torch.Tensor:
+        """The same bytes as a tensor of its own: torch saves what a view is of, so it copies one before it writes it."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        count = torch.Size(self.shape).numel()
+        if not count:
+            return torch.empty(self.shape, dtype=dtype)
+        return torch.frombuffer(memory.numpy(), dtype=dtype, offset=self.offset, count=count).view(self.shape)
+
 
 def lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Slot], int]:
     """A place for each tensor, and the bytes they take together. Of a sharded tensor it is the whole one's."""

@@ -13,27 +13,35 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from polyturn.checkpoint.tree import Tensors, join, paths_in
 from polyturn.errors import CheckpointError, ResourceError
+from polyturn.storage.parallel import each
 from polyturn.storage.stores.sagemaker_names import DATA, METADATA
 
 STATE = "state.json"
 _FORMAT = 1
+_MOST_THREADS = 4
+_LEAST_BYTES = 64 << 20
+"""Of a file that is one of several."""
 _LIBRARY = "amzn_sagemaker_checkpointing.checkpointing.filesystem.storage_info"
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": None,
@@ -54,11 +62,13 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 _UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, KeyError, AssertionError, pickle.UnpicklingError)
 
 
-def write_files(folder: Path, tensors: Mapping[str, torch.Tensor], rest: Any) -> None:
-    """Write both parts of a state into `folder`, which exists and is empty. Raises what went wrong, OSError for the disk."""
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=False)
+def write_files(folder: Path, tensors: Mapping[str, torch.Tensor], rest: Any, *, threads: int | None = None) -> None:
+    """Write both parts of a state into `folder`, which exists and is empty. Raises what went wrong, OSError for the disk.
+
+    Tensors of many bytes go to several files, by as many `threads`; None: as many as this machine spares.
+    """
     with rank_errors():
-        save(dict(tensors), storage_writer=writer, no_dist=True)
+        save(dict(tensors), storage_writer=_Writer(folder, spare_threads() if threads is None else threads), no_dist=True)
     whole = {"format": _FORMAT, "state": rest}
     with (folder / STATE).open("w", encoding="utf-8") as file:
         json.dump(whole, file, allow_nan=False)
@@ -117,6 +127,56 @@ def read_tensors(folder: Path) -> Tensors:
     """All tensors of a checkpoint, by path, in CPU memory. Raises ResourceError."""
     found: Tensors = read_state(folder, {path: {"tensor": path} for path in _Reader(folder).described()})
     return found
+
+
+def spare_threads() -> int:
+    """A quarter of the cores that this process may use, as the trainer's need the others, and no more than a disk can feed."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(_MOST_THREADS, cores // 4))
+
+
+class _Writer(FileSystemWriter):
+    """Torch's, with several files at once, and with the errors of all of them.
+
+    Its own `thread_count` loses what goes wrong in a thread: the tensors of that file would be missing without a word.
+    """
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=False)
+        self._threads = threads
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """See `FileSystemWriter.write_data`."""
+        write = super().write_data
+        parts = _parts(plan.items, self._threads)
+        if len(parts) == 1:
+            return write(plan, planner)
+        prefix = plan.storage_data.prefix
+        plans = [
+            replace(plan, items=items, storage_data=_StoragePrefix(f"{prefix}{number}_")) for number, items in enumerate(parts)
+        ]
+        written: Future[list[WriteResult]] = Future()
+        found = each(lambda part: write(part, planner).wait(), plans, threads=self._threads)
+        written.set_result([result for results in found for result in results])
+        return written
+
+
+def _parts(items: Sequence[WriteItem], most: int) -> list[list[WriteItem]]:
+    """The tensors of each file, of about as many bytes, and no file that isn't worth a thread."""
+    sizes = [_num_bytes(item) for item in items]
+    count = max(1, min(most, sum(sizes) // _LEAST_BYTES))
+    parts: list[list[WriteItem]] = [[] for _ in range(count)]
+    held = [0] * count
+    for size, place in sorted(((size, place) for place, size in enumerate(sizes)), reverse=True):
+        lightest = held.index(min(held))
+        parts[lightest].append(items[place])
+        held[lightest] += size
+    return [part for part in parts if part]
+
+
+def _num_bytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
 class _Reader(FileSystemReader):

@@ -92,7 +92,7 @@ class CheckpointWriter:
         try:
             scratch = scratch_root(self._settings.checkpoints, local) / f"{step_name(job.step)}-{uuid.uuid4().hex[:8]}"
             scratch.mkdir(parents=True)
-            write_files(scratch, {slot.path: slot.view(memory) for slot in job.slots}, job.rest)
+            write_files(scratch, {slot.path: slot.alone(memory) for slot in job.slots}, job.rest)
             manifest = seal(
                 scratch, run_id=self._settings.run_id, step=job.step, policy_version=job.policy_version, meta=job.meta
             )

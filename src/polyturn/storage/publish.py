@@ -21,7 +21,11 @@ from polyturn.storage.manifest import (
     write_manifest,
     wrong_file,
 )
+from polyturn.storage.parallel import each
 from polyturn.storage.stores.base import MissingKeyError
+
+_THREADS = 4
+"""Files that are hashed at once."""
 
 
 def publish(folder: Path, manifest: Manifest, place: Place, *, link: bool = True, known: bool = False) -> str | None:
@@ -51,18 +55,13 @@ def upload(folder: Path, shards: Iterable[Shard], place: Place, *, link: bool = 
     a shared disk uploads its own shards. Raises StorageError, also for a file that changed since it was sealed.
     """
     there = {} if replace else {entry.key: entry.num_bytes for entry in place.store.list(f"{place.key}/")}
-    copied = 0
-    for shard in shards:
-        key = stored_key(place, shard)
-        if there.get(key) == shard.num_bytes:
-            continue
-        file = folder / shard.name
-        fault = wrong_file(file, shard)
+    missing = [shard for shard in shards if there.get(stored_key(place, shard)) != shard.num_bytes]
+    for fault in each(lambda shard: wrong_file(folder / shard.name, shard), missing, threads=_THREADS):
         if fault is not None:
             raise StorageError(f"{folder} is not as it was sealed: {fault}")
-        place.store.put(file, key, link=link)
-        copied += shard.num_bytes
-    return copied
+    for shard in missing:
+        place.store.put(folder / shard.name, stored_key(place, shard), link=link)
+    return sum(shard.num_bytes for shard in missing)
 
 
 def commit(manifest: Manifest, place: Place) -> str | None:

@@ -34,6 +34,17 @@ def test_all_of_it_is_there_for_whoever_has_the_descriptor(arena):
         assert slot.view(other).dtype == TENSORS[slot.path].dtype
 
 
+def test_a_tensor_of_its_own_has_the_same_bytes_and_no_others(arena):
+    """Torch saves the storage of a tensor; of a view into the whole memory that would be all of it, so it would copy first."""
+    slots = arena.stage(TENSORS)
+    for slot in slots:
+        alone = slot.alone(arena.memory)
+        assert (alone.dtype, alone.shape) == (TENSORS[slot.path].dtype, TENSORS[slot.path].shape)
+        assert torch.equal(alone, TENSORS[slot.path])
+        assert alone.untyped_storage().nbytes() == alone.numel() * alone.element_size()
+        assert not alone.numel() or alone.data_ptr() == slot.view(arena.memory).data_ptr()
+
+
 def test_the_memory_is_used_again_and_grows(arena):
     arena.stage({"a": torch.ones(10)})
     first = os.fstat(arena.descriptor).st_ino

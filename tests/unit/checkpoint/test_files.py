@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from parts.models import tiny_model
+from polyturn.checkpoint import files
 from polyturn.checkpoint.files import read_rest, read_state, write_files
 from polyturn.checkpoint.tree import split
 from polyturn.errors import CheckpointError, ResourceError
@@ -48,6 +52,56 @@ def test_two_modules_come_back_one_by_one_or_together(saved):
     whole = read_state(folder, rest)
     assert whole["loop"] == {"step": 3}
     assert whole["modules"].keys() == {"policy", "critic"}
+
+
+@pytest.fixture
+def many(monkeypatch):
+    """Tensors that are worth four files."""
+    monkeypatch.setattr(files, "_LEAST_BYTES", 1000)
+    make = torch.Generator().manual_seed(0)
+    sizes = (3, 500, 64, 900, 700, 1, 256, 800, 0)
+    return {f"w.{place}": torch.randn(size, generator=make) for place, size in enumerate(sizes)} | {"n": torch.tensor(7)}
+
+
+@pytest.mark.parametrize(("threads", "names"), [(1, ["__0_0.distcp"]), (4, [f"__0_{number}_0.distcp" for number in range(4)])])
+def test_many_bytes_go_to_several_files(tmp_path, many, threads, names):
+    write_files(tmp_path, many, {}, threads=threads)
+    assert sorted(path.name for path in tmp_path.glob("*.distcp")) == names
+    described = pickle.loads((tmp_path / ".metadata").read_bytes())
+    held = Counter()
+    for index, place in described.storage_data.items():
+        held[place.relative_path] += many[index.fqn].nbytes
+    assert max(held.values()) - min(held.values()) <= 3600, "as equal as the largest tensor allows"
+    back = files.read_tensors(tmp_path)
+    assert back.keys() == many.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in many.items())
+
+
+def test_few_bytes_go_to_one_file_whoever_may_write(tmp_path, many, monkeypatch):
+    monkeypatch.setattr(files, "_LEAST_BYTES", 1 << 20)
+    write_files(tmp_path, many, {}, threads=4)
+    assert [path.name for path in tmp_path.glob("*.distcp")] == ["__0_0.distcp"]
+
+
+def test_a_file_that_can_t_be_written_is_an_error_whichever_it_is(tmp_path, many, monkeypatch):
+    """Torch's own threads lose it, and the tensors of that file are missing without a word."""
+    create = FileSystem.create_stream
+
+    def full(self, path, mode):
+        if str(path).endswith("__0_2_0.distcp"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return create(self, path, mode)
+
+    monkeypatch.setattr(FileSystem, "create_stream", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        write_files(tmp_path, many, {}, threads=4)
+    assert not (tmp_path / ".metadata").exists()
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (7, 1), (8, 2), (16, 4), (192, 4)])
+def test_a_quarter_of_the_cores_writes(monkeypatch, cores, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    assert files.spare_threads() == threads
 
 
 def test_tensors_are_filled_in_place(saved):
