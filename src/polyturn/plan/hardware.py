@@ -123,7 +123,8 @@ class Hardware:
         """The instance of that name, `ml.` before it or not. Raises ConfigError with the nearest one."""
         on_sagemaker = name.startswith(_SAGEMAKER) and name not in self.instances
         key = name.removeprefix(_SAGEMAKER) if on_sagemaker else name
-        instance = _found(self.instances, key, "--instance")
+        prefix = _SAGEMAKER if on_sagemaker else ""
+        instance = _found({prefix + known: one for known, one in self.instances.items()}, name, "--instance")
         price = instance.sagemaker_price if on_sagemaker else instance.price
         return Machine(
             name=name,

@@ -64,7 +64,12 @@ def test_gpus_alone_have_no_price():
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "meant"), [("gpu", "a100-40g", "a100-40gb"), ("machine", "ml.p4d.24xlarg", "p4d.24xlarge")]
+    ("kind", "name", "meant"),
+    [
+        ("gpu", "a100-40g", "a100-40gb"),
+        ("machine", "ml.p4d.24xlarg", "ml.p4d.24xlarge"),
+        ("machine", "p4d.24xlarg", "p4d.24xlarge"),
+    ],
 )
 def test_an_unknown_name_gets_the_nearest(kind, name, meant):
     with pytest.raises(ConfigError, match=f"is not known; did you mean {meant}\\?"):
