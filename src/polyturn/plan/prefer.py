@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from polyturn.config.schema import Recipe, filled
 from polyturn.errors import ConfigError
+from polyturn.plan.automatic import settle
 from polyturn.plan.batch_words import batch_words
 from polyturn.plan.hardware import Machine
 from polyturn.plan.models import ModelFacts
@@ -20,7 +21,7 @@ from polyturn.plan.nearest_fit import Change, changed, overrides, plan_on
 from polyturn.plan.placement import is_paged
 from polyturn.plan.planner import GIB, Plan
 from polyturn.plan.speed import FILL, step_time
-from polyturn.plan.splits import split_changes
+from polyturn.plan.splits import MOST_GPUS, split_changes
 
 Goal: TypeAlias = Literal["speed", "memory", "quality"]
 
@@ -80,7 +81,8 @@ class _Trial:
     def plan(self, change: Change) -> Plan | None:
         """None where the change can't be had."""
         try:
-            return plan_on(changed(self.recipe, change), self.facts, self.machine, num_tasks=self.num_tasks)
+            recipe, _ = settle(changed(self.recipe, change), self.facts, self.machine, num_tasks=self.num_tasks)
+            return plan_on(recipe, self.facts, self.machine, num_tasks=self.num_tasks)
         except ConfigError:
             if not change:
                 raise
@@ -181,7 +183,9 @@ def _lines(trial: _Trial, change: Change, goal: Goal) -> Iterator[str]:
     before, after = trial.plan({}), trial.plan(change)
     assert before is not None
     if not change or after is None:
-        yield f"--prefer {goal}: nothing to change; the recipe is as it would be, or nothing known makes it fit."
+        why = "nothing known makes it fit" if before.problems(trial.machine) else "nothing known is better"
+        untried = f"; placements are tried on {MOST_GPUS} GPUs at most" if trial.machine.total > MOST_GPUS else ""
+        yield f"--prefer {goal}: nothing is changed: {why}{untried}."
         return
     for key, value in change.items():
         yield f"--prefer {goal}: {key} {_value(trial.recipe, key)} -> {value} ({_KNOWN[key]})"

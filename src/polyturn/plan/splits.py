@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from polyturn.config.schema import Recipe
 from polyturn.errors import ConfigError
+from polyturn.plan.automatic import settle
 from polyturn.plan.hardware import Machine
 from polyturn.plan.models import ModelFacts
 from polyturn.plan.nearest_fit import Change, changed, differences, overrides, plan_on
 from polyturn.plan.placement import is_paged, tensor_parallel
 from polyturn.plan.speed import FILL, StepTime, step_time
 
-_MOST_GPUS = 16
+MOST_GPUS = 128
+_MOST_SPLITS = 16
 SHARED = 0.45
 """Share of a GPU for an engine beside a trainer of adapters, whose own share is mostly the base."""
 _WORTH = 0.97
@@ -46,7 +48,8 @@ def splits(
     found = []
     for name, change in split_changes(recipe, machine):
         try:
-            plan = plan_on(changed(recipe, change), facts, machine, num_tasks=num_tasks)
+            other, _ = settle(changed(recipe, change), facts, machine, num_tasks=num_tasks)
+            plan = plan_on(other, facts, machine, num_tasks=num_tasks)
         except ConfigError:
             continue
         found.append(
@@ -89,13 +92,15 @@ def split_lines(found: tuple[Split, ...], best: Split | None, machine: Machine) 
 
 
 def split_changes(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, Change]]:
-    """Every split by name, as a change to the recipe; none where there is one GPU, or too many to try."""
-    if not 1 < machine.total <= _MOST_GPUS:
+    """Splits by name, as changes to the recipe: all of them, or some evenly apart; none of one GPU, or of too many to try."""
+    if not 1 < machine.total <= MOST_GPUS:
         return
     total, parts = machine.total, tensor_parallel(recipe)
     server = "vllm_server" if is_paged(recipe) else "hf_server"
     apart: Change = {"engine.kind": server, "engine.devices": None, "trainer.devices": None, "weight_sync.mode": "auto"}
-    for servers in range(1, (total - 1) // parts + 1):
+    most = (total - 1) // parts
+    step = max(1, -(-most // _MOST_SPLITS))
+    for servers in dict.fromkeys((*range(1, min(1, most) + 1), *range(step, most + 1, step))):
         ranks = total - servers * parts
         yield (
             f"{ranks} + {servers * parts}",

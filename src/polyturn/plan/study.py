@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from polyturn.config.schema import Recipe
-from polyturn.plan.auto_memory import fit_memory
-from polyturn.plan.auto_parallel import shard_on
-from polyturn.plan.auto_sleep import sleep_on
+from polyturn.plan.automatic import settle
 from polyturn.plan.hardware import Hardware, Machine
 from polyturn.plan.models import ModelFacts
 from polyturn.plan.money import Cost, cost_of
@@ -72,15 +69,10 @@ def study(
     if goal is not None and machine is not None:
         preferred = prefer(recipe, facts, machine, goal, num_tasks=num_tasks, fill=fill)
         recipe = preferred.recipe
-    chosen: Mapping[str, str] = {}
+    asked, chosen = recipe, dict[str, str]()
     if machine is not None:
-        recipe, chosen = shard_on(recipe, facts, machine, num_tasks=num_tasks)
-    if machine is not None and recipe.trainer.memory == "auto":
-        recipe, fitted = fit_memory(recipe, facts, machine, num_tasks=num_tasks)
-        chosen = {**chosen, **fitted}
-    if machine is not None:
-        recipe, asleep = sleep_on(recipe, facts, machine, num_tasks=num_tasks)
-        chosen = {**chosen, **asleep}
+        recipe, found_out = settle(recipe, facts, machine, num_tasks=num_tasks)
+        chosen.update(found_out)
     plan = plan_on(recipe, facts, machine, num_tasks=num_tasks)
     plan = replace(plan, reasons={**plan.reasons, **chosen})
     smallest = smallest_gpu(recipe, facts, hardware, num_tasks=num_tasks)
@@ -94,7 +86,7 @@ def study(
     if problems and found is None:
         elsewhere = next(iter(suggest(recipe, facts, hardware, num_tasks=num_tasks, fill=fill)), None)
     time = step_time(plan, machine, fill=fill)
-    others = splits(recipe, facts, machine, num_tasks=num_tasks, fill=fill)
+    others = splits(asked, facts, machine, num_tasks=num_tasks, fill=fill)
     return Study(
         plan=plan,
         machine=machine,

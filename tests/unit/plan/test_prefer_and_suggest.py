@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from polyturn.config.schema import Recipe
 from polyturn.errors import ConfigError
+from polyturn.plan.automatic import settle
 from polyturn.plan.hardware import load_hardware
 from polyturn.plan.known_models import CONFIGS
 from polyturn.plan.models import facts_from_config
 from polyturn.plan.nearest_fit import plan_on
+from polyturn.plan.planner import GIB
 from polyturn.plan.prefer import prefer
 from polyturn.plan.report import suggestion_objects
 from polyturn.plan.speed import step_time
+from polyturn.plan.splits import splits
+from polyturn.plan.study import study
 from polyturn.plan.suggest import suggest, suggestion_lines, suggestion_recipe
 
 HARDWARE = load_hardware()
@@ -38,13 +43,47 @@ def test_speed_is_faster_and_leaves_what_is_learned_alone():
         HARDWARE.machine("p4de.24xlarge"),
     )
     found = prefer(recipe, facts, machine, "speed")
-    before, after = (plan_on(given, facts, machine) for given in (recipe, found.recipe))
+    settled = [settle(given, facts, machine, num_tasks=None)[0] for given in (recipe, found.recipe)]
+    before, after = (plan_on(given, facts, machine) for given in settled)
     assert after.problems(machine) == ()
     assert step_time(after, machine).seconds < step_time(before, machine).seconds
     assert after.recipe.rollout == before.recipe.rollout
     assert after.recipe.trainer.optimizer == before.recipe.trainer.optimizer
     assert any("placement" in line for line in found.lines)
     assert "micro-batch" in found.lines[-1]
+
+
+@pytest.mark.parametrize(("goal", "nodes"), [("speed", 1), ("speed", 3), ("memory", 1), ("quality", 1)])
+def test_what_is_left_to_the_machine_is_settled_in_every_plan_that_is_compared(goal, nodes):
+    """This recipe needs shards there, which `trainer.parallel=auto` comes to. Compared without them nothing fitted, so nothing
+    was ever better, and numbers were said of a plan that nobody had seen."""
+    engine = {"kind": "vllm_server", "gpu_memory_utilization": 0.9}
+    recipe = recipe_of(trainer={"num_ranks": 7, "row_tokens": 4096}, engine=engine)
+    facts, machine = facts_of("Qwen/Qwen2.5-3B"), replace(HARDWARE.machine("p4d.24xlarge"), nodes=nodes)
+    assert plan_on(recipe, facts, machine).problems(machine), "whole copies don't fit"
+    before = study(recipe, facts, HARDWARE, machine)
+    after = study(recipe, facts, HARDWARE, machine, goal=goal)
+    assert before.verdict.fits
+    assert after.verdict.fits
+    assert f"fullest GPU {before.plan.needed / GIB:.1f} -> {after.plan.needed / GIB:.1f} GiB" in after.preferred.lines[-1]
+    if goal == "speed":
+        least = min(split.time.seconds for split in before.splits if split.fits)
+        assert after.time.seconds < 1.05 * least < before.time.seconds
+    if goal == "memory":
+        assert after.plan.needed < before.plan.needed
+    if goal == "quality":
+        assert after.plan.recipe.rollout.group_size == 16
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 16])
+def test_splits_of_many_gpus_are_some_evenly_apart(nodes):
+    recipe = recipe_of(trainer={"num_ranks": 7}, engine={"kind": "vllm_server"})
+    facts, machine = facts_of("Qwen/Qwen2.5-3B"), replace(HARDWARE.machine("p4d.24xlarge"), nodes=nodes)
+    found = splits(recipe, facts, machine)
+    assert 11 <= len(found) <= 17
+    engines = [int(split.name.split(" + ")[1]) for split in found]
+    assert engines == sorted(set(engines))
+    assert (engines[0], engines[-1] >= machine.total - machine.total // 16 - 1) == (1, True)
 
 
 @pytest.mark.parametrize("kind", ["hf", "vllm"])
@@ -80,7 +119,7 @@ def test_nothing_to_move_is_said():
     facts, machine = facts_of("Qwen/Qwen2.5-72B"), HARDWARE.gpus_alone("a10g", 1)
     found = prefer(recipe_of("Qwen/Qwen2.5-72B", engine={"kind": "vllm"}), facts, machine, "speed")
     assert found.changes == ()
-    assert "nothing to change" in found.lines[0]
+    assert "nothing known makes it fit" in found.lines[0]
 
 
 def test_suggestions_fit_and_the_cheapest_comes_first():

@@ -1,0 +1,22 @@
+"""What a recipe leaves to the machine: whole copies or shards, memory, sleep. Plans that are compared have it settled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from polyturn.config.schema import Recipe
+from polyturn.plan.auto_memory import fit_memory
+from polyturn.plan.auto_parallel import shard_on
+from polyturn.plan.auto_sleep import sleep_on
+from polyturn.plan.hardware import Machine
+from polyturn.plan.models import ModelFacts
+
+
+def settle(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_tasks: int | None) -> tuple[Recipe, Mapping[str, str]]:
+    """`recipe` with what its `auto` come to on `machine`, and why, by dotted key. Raises ConfigError."""
+    recipe, chosen = shard_on(recipe, facts, machine, num_tasks=num_tasks)
+    if recipe.trainer.memory == "auto":
+        recipe, fitted = fit_memory(recipe, facts, machine, num_tasks=num_tasks)
+        chosen = {**chosen, **fitted}
+    recipe, asleep = sleep_on(recipe, facts, machine, num_tasks=num_tasks)
+    return recipe, {**chosen, **asleep}
