@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 def arithmetic(checked: Checked, *, force: bool = False) -> list[str]:
     """Sentences on what a step is, and on GPUs what the plan is. Raises ConfigError for what does not fit, unless forced."""
     from polyturn.config.arithmetic import sentences
-    from polyturn.plan.here import plan_here
+    from polyturn.plan.before_training import plan_here
 
     planned = plan_here(checked.recipe, num_tasks=checked.train_tasks.size, force=force)
     return [*sentences(checked.recipe, checked.train_tasks.size), *planned]

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from polyturn.config.schema import Recipe
 from polyturn.errors import ConfigError
+from polyturn.plan.changes import Change, changed, plan_on
 from polyturn.plan.hardware import Machine
 from polyturn.plan.here import known_here
 from polyturn.plan.models import ModelFacts
-from polyturn.plan.nearest_fit import Change, changed, plan_on
 from polyturn.plan.planner import GIB
 
 _MODES = ("keep", "selective", "full")

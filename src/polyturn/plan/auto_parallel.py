@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from polyturn.config.schema import Recipe
 from polyturn.errors import ConfigError
+from polyturn.plan.changes import changed, plan_on
 from polyturn.plan.hardware import Machine
 from polyturn.plan.here import known_here
 from polyturn.plan.models import ModelFacts
-from polyturn.plan.nearest_fit import changed, plan_on
 from polyturn.plan.planner import GIB
 
 _KEY = "trainer.parallel"
@@ -31,10 +31,12 @@ def shard_on(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_tasks: 
         return recipe, {}
     try:
         whole = plan_on(changed(recipe, {_KEY: "ddp"}), facts, machine, num_tasks=num_tasks)
+        if not whole.problems(machine):
+            return recipe, {}
         shards = plan_on(changed(recipe, {_KEY: "fsdp2"}), facts, machine, num_tasks=num_tasks)
     except ConfigError:
         return recipe, {}  # said by whoever resolves the recipe, if it is not only that shards can't be had with it
-    if not whole.problems(machine) or shards.problems(machine):
+    if shards.problems(machine):
         return recipe, {}
     why = (
         f"whole copies need {whole.needed / GIB:.1f} GiB a GPU of the {machine.gpu.usable_bytes / GIB:.1f} there are "

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from polyturn.config.schema import LoraSection, Recipe
+from polyturn.config.schema import Recipe
 from polyturn.errors import ConfigError
+from polyturn.plan.automatic import settle
+from polyturn.plan.changes import Change, changed, overrides, plan_on
 from polyturn.plan.engine_load import OWN_SHARE
 from polyturn.plan.hardware import Gpu, Hardware, Machine
 from polyturn.plan.models import ModelFacts
 from polyturn.plan.placement import is_paged, is_server, num_engines, tensor_parallel
-from polyturn.plan.planner import Plan, make_plan, room
-
-Change: TypeAlias = "dict[str, Any]"
-"""New values by dotted key, such as `trainer.activations`."""
+from polyturn.plan.planner import make_plan, room
 
 _SHORTEST = 256
 _TRIAL = 2048
 """Tokens of a small trial batch: vLLM's own choice on small GPUs."""
 _SHARE_STEP = 0.05
 _PARTS = (1, 2, 4, 8)
-
-
-def plan_on(recipe: Recipe, facts: ModelFacts, machine: Machine | None, *, num_tasks: int | None = None) -> Plan:
-    """The plan of `recipe` on the GPUs of `machine`. Raises ConfigError."""
-    if machine is None:
-        return make_plan(recipe, facts, num_tasks=num_tasks)
-    return make_plan(recipe, facts, machine.gpu, gpu_name=machine.gpu_name, total=machine.total, num_tasks=num_tasks)
+_SHARED: Change = {"trainer.devices": (0,), "engine.devices": (0,)}
+"""A server on the trainer's own GPU."""
 
 
 def nearest_fit(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_tasks: int | None = None) -> tuple[str, ...] | None:
@@ -36,7 +30,8 @@ def nearest_fit(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_task
 
     def fits(change: Change) -> bool:
         try:
-            return not plan_on(changed(recipe, change), facts, machine, num_tasks=num_tasks).problems(machine)
+            other, _ = settle(changed(recipe, change), facts, machine, num_tasks=num_tasks)
+            return not plan_on(other, facts, machine, num_tasks=num_tasks).problems(machine)
         except ConfigError:
             return False  # the recipe asks for something that can't be had together with it
 
@@ -44,23 +39,6 @@ def nearest_fit(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_task
         if fits(change):
             return overrides(_needed(change, fits))
     return None
-
-
-def overrides(change: Change) -> tuple[str, ...]:
-    """`change` as the command line takes it."""
-    return tuple(f"{key}={_word(value)}" for key, value in change.items())
-
-
-def differences(recipe: Recipe, change: Change) -> Change:
-    """What of `change` differs from the recipe."""
-
-    def value(key: str) -> Any:
-        if key == "model.lora.rank":
-            return None if recipe.model.lora is None else recipe.model.lora.rank
-        section, _, name = key.partition(".")
-        return getattr(getattr(recipe, section), name)
-
-    return {key: new for key, new in change.items() if value(key) != new}
 
 
 def smallest_gpu(recipe: Recipe, facts: ModelFacts, hardware: Hardware, *, num_tasks: int | None = None) -> str | None:
@@ -71,17 +49,6 @@ def smallest_gpu(recipe: Recipe, facts: ModelFacts, hardware: Hardware, *, num_t
 
     by_size = sorted(hardware.gpus.items(), key=lambda named: (named[1].usable_bytes, named[0]))
     return next((name for name, gpu in by_size if fits(name, gpu)), None)
-
-
-def changed(recipe: Recipe, change: Mapping[str, Any]) -> Recipe:
-    """`recipe` with new values by dotted key; `model.lora.rank` brings the section where there is none."""
-    for key, value in change.items():
-        section, _, name = key.partition(".")
-        update = {"lora": LoraSection(rank=value)} if key == "model.lora.rank" else {name: value}
-        if name.startswith("extra_args."):
-            update = {"extra_args": {**recipe.engine.extra_args, name.removeprefix("extra_args."): value}}
-        recipe = recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=update)})
-    return recipe
 
 
 def _needed(change: Change, fits: Callable[[Change], bool]) -> Change:
@@ -102,19 +69,19 @@ def _changes(recipe: Recipe, facts: ModelFacts, machine: Machine) -> Iterator[Ch
     if positions is not None and context > positions:
         context = positions
         cut = _context(recipe, positions)
-    for saving in ({}, *_savings(recipe, context, offloads=machine.ram_bytes is not None)):
+    for saving in ({}, *_savings(recipe, context, machine)):
         for place in places:
             yield from _smaller_engines(recipe, facts, machine, place | cut | saving)
     shorter = context // 2
     while shorter >= _SHORTEST:
         cut = _half(recipe) | {"trainer.row_tokens": shorter} | _context(recipe, shorter)
-        for saving in _hardest(recipe):
+        for saving in _hardest(recipe, machine):
             for place in places:
                 yield from _smaller_engines(recipe, facts, machine, place | cut | saving)
         shorter //= 2
 
 
-def _hardest(recipe: Recipe) -> Iterator[Change]:
+def _hardest(recipe: Recipe, machine: Machine) -> Iterator[Change]:
     """What a shorter context is tried with: all that saves memory, for the weights that are trained, then for adapters."""
     full: Change = {"trainer.activations": "full"}
     if recipe.model.lora is not None:
@@ -122,13 +89,16 @@ def _hardest(recipe: Recipe) -> Iterator[Change]:
         return
     if not recipe.trainer.offload_optimizer:
         yield full | {"trainer.optimizer": "adamw_8bit", "trainer.master_weights": "stochastic"}
-    yield full | _adapters(recipe)
+    yield full | _adapters(recipe, machine)
 
 
 def _places(recipe: Recipe, machine: Machine) -> Iterator[Change]:
     """Other placements of the same ranks and engines, and of fewer where the machine has too few GPUs."""
     fewer = _fewer_gpus(recipe, machine)
     yield fewer
+    spare = machine.total - recipe.trainer.num_ranks - num_engines(recipe) * tensor_parallel(recipe)
+    if is_server(recipe) and recipe.trainer.devices is None and recipe.engine.devices is None and spare > 0:
+        yield {"trainer.num_ranks": recipe.trainer.num_ranks + spare}
     if not is_server(recipe) or recipe.engine.kind == "hf_server":
         return
     ranks = fewer.get("trainer.num_ranks", recipe.trainer.num_ranks)
@@ -149,7 +119,7 @@ def _places(recipe: Recipe, machine: Machine) -> Iterator[Change]:
             yield fewer | apart | {key: new for key, (new, old) in counts.items() if new != old}
 
 
-def _savings(recipe: Recipe, context: int, *, offloads: bool) -> Iterator[Change]:
+def _savings(recipe: Recipe, context: int, machine: Machine) -> Iterator[Change]:
     """Ways to hold less on a GPU, each on top of what costs less. An offload only where the machine's own memory is known."""
     half = _half(recipe)
     yield half
@@ -167,9 +137,9 @@ def _savings(recipe: Recipe, context: int, *, offloads: bool) -> Iterator[Change
         small = work | {"trainer.optimizer": "adamw_8bit"}
         yield small
         yield small | {"trainer.master_weights": "stochastic"}
-        if offloads:
+        if machine.ram_bytes is not None:
             yield work | {"trainer.offload_optimizer": True}
-        adapters = _adapters(recipe)
+        adapters = _adapters(recipe, machine)
         yield work | adapters
         work = work | adapters
     if recipe.model.quantize is None:
@@ -178,15 +148,15 @@ def _savings(recipe: Recipe, context: int, *, offloads: bool) -> Iterator[Change
         yield work | {"model.quantize": "4bit"}
 
 
-def _adapters(recipe: Recipe) -> Change:
+def _adapters(recipe: Recipe, machine: Machine) -> Change:
     """Adapters, and an engine that can take them: vLLM loads them as files, in a process of its own."""
     change: Change = {"model.lora.rank": 16}
     if is_paged(recipe) and recipe.weight_sync.mode != "auto":
         change["weight_sync.mode"] = "lora"
-    if recipe.engine.kind == "vllm":
+    if recipe.engine.kind == "vllm" or (is_paged(recipe) and machine.total == 1):
         change["engine.kind"] = "vllm_server"
         if recipe.engine.device is None:
-            change |= {"trainer.devices": (0,), "engine.devices": (0,)}
+            change |= _SHARED
     return change
 
 
@@ -257,21 +227,18 @@ def _fewer_gpus(recipe: Recipe, machine: Machine) -> Change:
 
 
 def _one_gpu(recipe: Recipe) -> Change:
-    """An engine in the driver's process, where there is one GPU for both."""
+    """An engine in the driver's process, where there is one GPU for both; one that takes adapters is a server beside it."""
     change: Change = {"engine.kind": "hf" if recipe.engine.kind == "hf_server" else "vllm"}
+    if recipe.model.lora is not None and recipe.engine.kind == "vllm_server":
+        change = dict(_SHARED)
+    elif recipe.engine.devices is not None:
+        change["engine.devices"] = None
     if recipe.trainer.num_ranks > 1:
         change["trainer.num_ranks"] = 1
     if recipe.engine.tensor_parallel_size > 1:
         change["engine.tensor_parallel_size"] = 1
-    if recipe.engine.devices is not None:
-        change["engine.devices"] = None
+    if recipe.engine.num_servers > 1:
+        change["engine.num_servers"] = 1
     if recipe.weight_sync.mode != "auto":
         change["weight_sync.mode"] = "auto"
     return change
-
-
-def _word(value: Any) -> str:
-    """As YAML has it."""
-    if isinstance(value, tuple):
-        return f"[{','.join(map(str, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -15,9 +15,9 @@ from polyturn.config.schema import Recipe, filled
 from polyturn.errors import ConfigError
 from polyturn.plan.automatic import settle
 from polyturn.plan.batch_words import batch_words
+from polyturn.plan.changes import Change, changed, overrides, plan_on
 from polyturn.plan.hardware import Machine
 from polyturn.plan.models import ModelFacts
-from polyturn.plan.nearest_fit import Change, changed, overrides, plan_on
 from polyturn.plan.placement import is_paged
 from polyturn.plan.planner import GIB, Plan
 from polyturn.plan.speed import FILL, step_time

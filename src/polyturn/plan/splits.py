@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from polyturn.config.schema import Recipe
 from polyturn.errors import ConfigError
 from polyturn.plan.automatic import settle
+from polyturn.plan.changes import Change, changed, differences, overrides, plan_on
 from polyturn.plan.hardware import Machine
 from polyturn.plan.models import ModelFacts
-from polyturn.plan.nearest_fit import Change, changed, differences, overrides, plan_on
 from polyturn.plan.placement import is_paged, tensor_parallel
 from polyturn.plan.speed import FILL, StepTime, step_time
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 from polyturn.config.schema import Recipe
 from polyturn.plan.automatic import settle
+from polyturn.plan.changes import plan_on
 from polyturn.plan.hardware import Hardware, Machine
 from polyturn.plan.models import ModelFacts
 from polyturn.plan.money import Cost, cost_of
-from polyturn.plan.nearest_fit import nearest_fit, plan_on, smallest_gpu
+from polyturn.plan.nearest_fit import nearest_fit, smallest_gpu
 from polyturn.plan.planner import Plan
 from polyturn.plan.prefer import Goal, Preferred, prefer
 from polyturn.plan.speed import FILL, StepTime, step_time

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from polyturn.config.schema import EnvironmentSection, ModelSection, Recipe, RolloutSection, RunSection
 from polyturn.errors import ConfigError
+from polyturn.plan.automatic import settle
+from polyturn.plan.changes import Change, changed, differences, overrides, plan_on
 from polyturn.plan.hardware import Hardware, Machine
 from polyturn.plan.models import ModelFacts
-from polyturn.plan.nearest_fit import Change, changed, differences, overrides, plan_on
 from polyturn.plan.planner import GIB, Plan
 from polyturn.plan.speed import FILL, StepTime, step_time
 
@@ -122,7 +123,8 @@ def _on(recipe: Recipe, facts: ModelFacts, machine: Machine, num_tasks: int | No
         for placement, place in _placements(machine, adapters="model.lora.rank" in method):
             change = _HALF | method | place
             try:
-                plan = plan_on(changed(recipe, change), facts, machine, num_tasks=num_tasks)
+                other, _ = settle(changed(recipe, change), facts, machine, num_tasks=num_tasks)
+                plan = plan_on(other, facts, machine, num_tasks=num_tasks)
             except ConfigError:
                 continue
             if not plan.problems(machine):

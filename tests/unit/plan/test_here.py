@@ -13,11 +13,12 @@ from polyturn.config.schema import Recipe
 from polyturn.errors import ConfigError
 from polyturn.plan import here as module
 from polyturn.plan.auto_memory import fit_here, fit_memory
+from polyturn.plan.before_training import plan_here
+from polyturn.plan.changes import plan_on
 from polyturn.plan.engine_report import EngineReport, planned_engine, report_lines
 from polyturn.plan.hardware import load_hardware
-from polyturn.plan.here import gpus_here, known_kind, plan_here
+from polyturn.plan.here import gpus_here, known_kind
 from polyturn.plan.models import model_facts
-from polyturn.plan.nearest_fit import plan_on
 
 GIB = 1 << 30
 HARDWARE = load_hardware()

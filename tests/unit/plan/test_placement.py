@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from polyturn.config.schema import Recipe
 from polyturn.errors import ConfigError
+from polyturn.plan.changes import plan_on
 from polyturn.plan.hardware import load_hardware
 from polyturn.plan.known_models import CONFIGS
 from polyturn.plan.models import facts_from_config
-from polyturn.plan.nearest_fit import plan_on
 from polyturn.plan.picture import picture
 from polyturn.plan.placement import refusals, seats
 from polyturn.plan.planner import GIB, Plan, make_plan

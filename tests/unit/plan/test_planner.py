@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 from polyturn.config.schema import Recipe
 from polyturn.config.yaml_lines import parse_yaml
 from polyturn.errors import ConfigError
+from polyturn.plan.automatic import settle
+from polyturn.plan.changes import changed, plan_on
 from polyturn.plan.hardware import Machine, load_hardware
 from polyturn.plan.known_models import CONFIGS
 from polyturn.plan.models import facts_from_config
-from polyturn.plan.nearest_fit import changed, nearest_fit, plan_on, smallest_gpu
+from polyturn.plan.nearest_fit import nearest_fit, smallest_gpu
 from polyturn.plan.planner import HOST, PINNED, Plan, make_plan
+from polyturn.plan.study import study
 
 HARDWARE = load_hardware()
 
@@ -203,12 +206,12 @@ def test_what_is_offered_fits_and_all_of_it_is_needed(path, machine, dtype, rank
         rollout={"max_trajectory_tokens": context},
     )
     facts, place = facts_of(path), HARDWARE.machine(machine)
-    if not plan_on(recipe, facts, place).problems(place):
+    if _fits(recipe, facts, place):
         return
     overrides = nearest_fit(recipe, facts, place)
     if overrides is None:
         return
-    assert plan_on(applied(recipe, overrides), facts, place).problems(place) == ()
+    assert _fits(applied(recipe, overrides), facts, place)
     for left_out in overrides:
         fewer = tuple(override for override in overrides if override != left_out)
         assert not _fits(applied(recipe, fewer), facts, place), f"{left_out} is not needed"
@@ -216,6 +219,34 @@ def test_what_is_offered_fits_and_all_of_it_is_needed(path, machine, dtype, rank
 
 def _fits(recipe: Recipe, facts: Any, machine: Machine) -> bool:
     try:
-        return not plan_on(recipe, facts, machine).problems(machine)
+        settled, _ = settle(recipe, facts, machine, num_tasks=None)
+        return not plan_on(settled, facts, machine).problems(machine)
     except ConfigError:
         return False
+
+
+@pytest.mark.parametrize(
+    ("path", "machine", "sections", "wanted"),
+    [
+        # Four ranks hold shards of a base that two can't; the machine has the GPUs.
+        (
+            "Qwen/Qwen2.5-72B",
+            "p5.48xlarge",
+            {"trainer": {"num_ranks": 2, "row_tokens": 4096}, "engine": {"kind": "vllm_server", "tensor_parallel_size": 4}},
+            {"trainer.num_ranks=4", "trainer.activations=full", "model.lora.rank=16"},
+        ),
+        # Adapters reach a server as files, so it can lie on the one GPU that there is.
+        (
+            "Qwen/Qwen2.5-3B",
+            "g5.2xlarge",
+            {"model": {"lora": {"rank": 16}}, "engine": {"kind": "vllm_server"}},
+            {"trainer.devices=[0]", "engine.devices=[0]"},
+        ),
+    ],
+)
+def test_placements_that_a_machine_has_room_for_are_offered(path, machine, sections, wanted):
+    """`nothing known makes it fit` was said of both, and of the second a machine with as large a GPU was named."""
+    recipe = recipe_of(path, **({"rollout": {"max_trajectory_tokens": 1024}} | sections))
+    found = study(recipe, facts_of(path), HARDWARE, HARDWARE.machine(machine))
+    assert not found.verdict.fits
+    assert wanted <= set(found.verdict.overrides)

@@ -10,10 +10,10 @@ import pytest
 from polyturn.config.schema import Recipe
 from polyturn.errors import ConfigError
 from polyturn.plan.automatic import settle
+from polyturn.plan.changes import plan_on
 from polyturn.plan.hardware import load_hardware
 from polyturn.plan.known_models import CONFIGS
 from polyturn.plan.models import facts_from_config
-from polyturn.plan.nearest_fit import plan_on
 from polyturn.plan.planner import GIB
 from polyturn.plan.prefer import prefer
 from polyturn.plan.report import suggestion_objects

@@ -12,9 +12,10 @@ from polyturn.cli.main import main
 from polyturn.config.load import load_recipe
 from polyturn.config.resolve import resolve
 from polyturn.config.schema import Recipe
+from polyturn.plan.automatic import settle
+from polyturn.plan.changes import plan_on
 from polyturn.plan.hardware import Machine, load_hardware
 from polyturn.plan.models import model_facts
-from polyturn.plan.nearest_fit import plan_on
 from polyturn.plan.planner import GIB
 from polyturn.plan.study import study
 
@@ -62,7 +63,8 @@ def test_the_verdict_on_the_page_is_the_planners(row):
     assert found.verdict.overrides == (tuple(overrides.split()) if overrides else None)
     if overrides:
         resolve(recipe_of(name, overrides), num_train_tasks=TASKS, on_gpu=True)
-        fitting = plan_on(recipe_of(name, overrides), facts, machine, num_tasks=TASKS)
+        settled, _ = settle(recipe_of(name, overrides), facts, machine, num_tasks=TASKS)
+        fitting = plan_on(settled, facts, machine, num_tasks=TASKS)
         assert fitting.problems(machine) == ()
 
 

@@ -7,10 +7,10 @@ import pytest
 from polyturn.config.resolve import resolve
 from polyturn.config.schema import EnvironmentSection, ModelSection, Recipe, RunSection, with_values
 from polyturn.plan.auto_parallel import shard_on
+from polyturn.plan.changes import plan_on
 from polyturn.plan.hardware import load_hardware
 from polyturn.plan.memory import TrainerLoad, held_bytes, peak, trainer_terms
 from polyturn.plan.models import facts_from_config, model_facts
-from polyturn.plan.nearest_fit import plan_on
 from polyturn.plan.planner import trainer_load
 
 HARDWARE = load_hardware()

@@ -8,9 +8,10 @@ from polyturn.config.resolve import resolve
 from polyturn.config.schema import Recipe
 from polyturn.errors import ConfigError
 from polyturn.plan.auto_sleep import sleep_on
+from polyturn.plan.changes import plan_on
 from polyturn.plan.hardware import Gpu, Machine
 from polyturn.plan.models import model_facts
-from polyturn.plan.nearest_fit import nearest_fit, plan_on
+from polyturn.plan.nearest_fit import nearest_fit
 from polyturn.plan.planner import GIB, GpuPlan, Plan
 
 FACTS = model_facts("qwen2.5-1.5b")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from polyturn.config.schema import Recipe
+from polyturn.plan.changes import plan_on
 from polyturn.plan.hardware import Machine, load_hardware
 from polyturn.plan.known_models import CONFIGS
 from polyturn.plan.models import facts_from_config
 from polyturn.plan.money import cost_lines, cost_of
-from polyturn.plan.nearest_fit import plan_on
 from polyturn.plan.planner import GIB
 from polyturn.plan.speed import StepTime, active_parameters, push_seconds, step_time, utilisation
 from polyturn.plan.splits import better, split_lines, splits
