@@ -52,11 +52,17 @@ def smallest_gpu(recipe: Recipe, facts: ModelFacts, hardware: Hardware, *, num_t
 
 
 def _needed(change: Change, fits: Callable[[Change], bool]) -> Change:
-    """`change` without what it fits without, tried from what hurts most."""
-    for key in reversed(list(change)):
-        fewer = {other: value for other, value in change.items() if other != key}
-        if fits(fewer):
-            change = fewer
+    """`change` without what it fits without, tried from what hurts most, until each is needed beside the others.
+
+    Once is not enough: what goes may bring shards for whole copies, and then something else can go too.
+    """
+    before: Change = {}
+    while before != change:
+        before = change
+        for key in reversed(list(change)):
+            fewer = {other: value for other, value in change.items() if other != key}
+            if fits(fewer):
+                change = fewer
     return change
 
 
