@@ -91,6 +91,8 @@ def _suggest(args: argparse.Namespace, hardware: Hardware) -> int:
         raise ConfigError(f"--suggest={args.suggest} looks at every machine; leave {given[0]} out")
     facts = model_facts(args.suggest)
     context = 4096 if args.context is None else args.context
+    if facts.max_positions is not None and context > facts.max_positions:
+        raise ConfigError(f"--context={context}: {facts.name} has {facts.max_positions:,} positions; give at most as many")
     group_size = 8 if args.group_size is None else args.group_size
     recipe = suggestion_recipe(args.suggest, context=context, group_size=group_size)
     found = suggest(recipe, facts, hardware, nodes=args.nodes, budget=args.budget_per_hour, fill=args.fill)

@@ -146,7 +146,7 @@ def _on(recipe: Recipe, facts: ModelFacts, machine: Machine, num_tasks: int | No
 
 def _placements(machine: Machine, *, adapters: bool) -> Iterator[tuple[str, Change]]:
     """One GPU for both, and the splits people use: one, two, half of the GPUs for engines, of one or several GPUs each."""
-    for share in (0.3, 0.5):
+    for share in (0.3, 0.4, 0.45, 0.5) if machine.total == 1 else (0.3, 0.5):
         one: Change = {"engine.kind": "vllm", "engine.gpu_memory_utilization": share, "trainer.num_ranks": 1}
         one |= {"engine.tensor_parallel_size": 1, "engine.num_servers": 1}
         if adapters:  # which reach vLLM as files, so that it is a process of its own

@@ -97,6 +97,7 @@ def test_mistakes_are_one_sentence(recipe, capsys, words, sentence):
         ([], "name a recipe, or a model with --suggest"),
         (["--suggest", "qwen2.5-8b"], "did you mean qwen2.5-"),
         (["--suggest", "qwen2.5-7b", "--context", "0"], "from 64 to"),
+        (["--suggest", "qwen2.5-7b", "--context", "200000"], "131,072 positions; give at most as many"),
         (["--suggest", "qwen2.5-7b", "--group-size", "1"], "from 2 to"),
         (["--suggest", "qwen2.5-7b", "--instance", "p4d.24xlarge"], "leave instance out"),
     ],

@@ -155,3 +155,19 @@ def test_13_billion_and_up_are_not_served_by_one_small_gpu():
 def test_absurd_suggestions(context, group_size):
     with pytest.raises(ConfigError, match="give"):
         suggestion_recipe("Qwen/Qwen2.5-7B", context=context, group_size=group_size)
+
+
+def test_adapters_of_a_small_model_find_a_small_card():
+    """22 GiB hold both when the engine has 45 % of them, and neither with 30 nor with 50."""
+    recipe = suggestion_recipe("Qwen/Qwen2.5-3B", context=4096, group_size=8)
+    found = suggest(recipe, facts_of("Qwen/Qwen2.5-3B"), HARDWARE)
+    assert found[0].machine.gpu_name == "l4"
+    assert found[0].machine.total == 1
+    assert "engine.gpu_memory_utilization=0.45" in found[0].overrides
+
+
+def test_shards_are_suggested_where_whole_copies_don_t_fit():
+    recipe = suggestion_recipe("Qwen/Qwen2.5-72B", context=1024, group_size=8)
+    kinds = [one.machine.gpu_name for one in suggest(recipe, facts_of("Qwen/Qwen2.5-72B"), HARDWARE)]
+    assert kinds[0] == "a100-80gb"
+    assert "h100-80gb" in kinds
