@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from polyturn.config.memory import (
@@ -218,6 +219,7 @@ def own_terms(terms: Iterable[Term], processes: int = 1) -> tuple[Term, ...]:
     return (context, gaps) if work else (context,)
 
 
+@lru_cache(maxsize=1024)  # hundreds of plans are compared, which differ in where things are and not in what they hold
 def held_bytes(facts: ModelFacts, load: TrainerLoad) -> Placed:
     """Weights, gradients, masters and state, on the GPU and in CPU memory, tensor by tensor. Raises ModelError."""
     total = Placed(device=Held())
@@ -356,7 +358,8 @@ def _weights_formula(facts: ModelFacts, load: TrainerLoad) -> str:
     width = ELEMENT_BYTES[load.dtype]
     if _is_sharded(load):
         kind = "float32, which are the masters" if load.master_weights == "float32" else load.dtype
-        return f"{facts.parameters:,} parameters ({kind}) on {load.shards * load.tensor_ranks} ranks"
+        whose = f"({kind})" if load.lora_rank is None else f"({load.dtype}), and adapters ({kind}),"
+        return f"{facts.parameters:,} parameters {whose} on {load.shards * load.tensor_ranks} ranks"
     if load.quantize is not None:
         return f"linear layers in {load.quantize}, the rest x {width} bytes, and adapters"
     if load.tensor_ranks > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from polyturn.config.schema import Recipe
@@ -27,18 +28,26 @@ _SHARED: Change = {"trainer.devices": (0,), "engine.devices": (0,)}
 
 def nearest_fit(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_tasks: int | None = None) -> tuple[str, ...] | None:
     """Overrides, as the command line takes them, with which `recipe` fits on `machine`; None when nothing known does."""
-
-    def fits(change: Change) -> bool:
-        try:
-            other, _ = settle(changed(recipe, change), facts, machine, num_tasks=num_tasks)
-            return not plan_on(other, facts, machine, num_tasks=num_tasks).problems(machine)
-        except ConfigError:
-            return False  # the recipe asks for something that can't be had together with it
-
+    fits = partial(_fits, recipe, facts, machine, num_tasks)
     for change in _changes(recipe, facts, machine):
         if fits(change):
             return overrides(_needed(change, fits))
     return None
+
+
+def only_needed(
+    recipe: Recipe, facts: ModelFacts, machine: Machine, change: Change, *, num_tasks: int | None = None
+) -> tuple[str, ...]:
+    """Of a change with which `recipe` fits what is needed for that, as overrides."""
+    return overrides(_needed(change, partial(_fits, recipe, facts, machine, num_tasks)))
+
+
+def _fits(recipe: Recipe, facts: ModelFacts, machine: Machine, num_tasks: int | None, change: Change) -> bool:
+    try:
+        other, _ = settle(changed(recipe, change), facts, machine, num_tasks=num_tasks)
+        return not plan_on(other, facts, machine, num_tasks=num_tasks).problems(machine)
+    except ConfigError:
+        return False  # the recipe asks for something that can't be had together with it
 
 
 def smallest_gpu(recipe: Recipe, facts: ModelFacts, hardware: Hardware, *, num_tasks: int | None = None) -> str | None:

@@ -10,12 +10,12 @@ from polyturn.plan.changes import plan_on
 from polyturn.plan.hardware import Hardware, Machine
 from polyturn.plan.models import ModelFacts
 from polyturn.plan.money import Cost, cost_of
-from polyturn.plan.nearest_fit import nearest_fit, smallest_gpu
+from polyturn.plan.nearest_fit import nearest_fit, only_needed, smallest_gpu
 from polyturn.plan.planner import Plan
 from polyturn.plan.prefer import Goal, Preferred, prefer
 from polyturn.plan.speed import FILL, StepTime, step_time
 from polyturn.plan.splits import Split, better, splits
-from polyturn.plan.suggest import Suggestion, suggest
+from polyturn.plan.suggest import Suggestion, cheapest, suggest_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +82,10 @@ def study(
             plan=plan, machine=None, verdict=Verdict(problems=plan.refused, smallest_gpu=smallest), num_tasks=num_tasks
         )
     problems = plan.problems(machine)
-    found = nearest_fit(recipe, facts, machine, num_tasks=num_tasks) if problems else None
+    found = _what_fits(recipe, facts, machine, num_tasks, fill) if problems else None
     elsewhere = None
     if problems and found is None:
-        elsewhere = next(iter(suggest(recipe, facts, hardware, num_tasks=num_tasks, fill=fill)), None)
+        elsewhere = cheapest(recipe, facts, hardware, num_tasks=num_tasks, fill=fill)
     time = step_time(plan, machine, fill=fill)
     others = splits(asked, facts, machine, num_tasks=num_tasks, fill=fill)
     return Study(
@@ -101,6 +101,17 @@ def study(
         faster=better(others, time, fits=not problems),
         preferred=preferred,
     )
+
+
+def _what_fits(
+    recipe: Recipe, facts: ModelFacts, machine: Machine, num_tasks: int | None, fill: float
+) -> tuple[str, ...] | None:
+    """The nearest way that fits there, or else what would be suggested for that machine, perhaps with another engine."""
+    found = nearest_fit(recipe, facts, machine, num_tasks=num_tasks)
+    if found is not None:
+        return found
+    other = suggest_on(recipe, facts, machine, num_tasks=num_tasks, fill=fill)
+    return None if other is None else only_needed(recipe, facts, machine, other.change, num_tasks=num_tasks)
 
 
 def _too_dear(machine: Machine, budget: float | None) -> tuple[str, ...]:

@@ -40,7 +40,13 @@ class Suggestion:
     placement: str
     plan: Plan
     time: StepTime
-    overrides: tuple[str, ...]
+    change: Change
+    """To the recipe that was asked about."""
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The change, as the command line takes it."""
+        return overrides(self.change)
 
     @property
     def per_100_steps(self) -> float:
@@ -76,16 +82,25 @@ def suggest(
     fill: float = FILL,
 ) -> tuple[Suggestion, ...]:
     """The machines with a price, of at most `budget` dollars an hour, on which `recipe` fits somehow; the cheapest first."""
-    found = []
-    for name in hardware.instances:
-        machine = hardware.machine(name).times(nodes)
-        price = machine.total_price
-        if price is None or (budget is not None and price > budget):
-            continue
-        best = _on(recipe, facts, machine, num_tasks, fill)
-        if best is not None:
-            found.append(best)
-    return tuple(sorted(found, key=lambda one: (one.machine.total_price or 0.0, one.time.seconds)))
+    machines = _affordable(hardware, nodes, budget)
+    found = (suggest_on(recipe, facts, machine, num_tasks=num_tasks, fill=fill) for machine in machines)
+    return tuple(one for one in found if one is not None)
+
+
+def cheapest(
+    recipe: Recipe, facts: ModelFacts, hardware: Hardware, *, num_tasks: int | None = None, fill: float = FILL
+) -> Suggestion | None:
+    """The first of `suggest`, without a look at dearer machines."""
+    machines = _affordable(hardware, 1, None)
+    found = (suggest_on(recipe, facts, machine, num_tasks=num_tasks, fill=fill) for machine in machines)
+    return next((one for one in found if one is not None), None)
+
+
+def _affordable(hardware: Hardware, nodes: int, budget: float | None) -> list[Machine]:
+    """Machines with a price, of at most `budget` dollars an hour, the cheapest first."""
+    machines = [hardware.machine(name).times(nodes) for name in hardware.instances]
+    priced = [(machine.total_price, machine) for machine in machines if machine.total_price is not None]
+    return [machine for price, machine in sorted(priced, key=lambda pair: pair[0]) if budget is None or price <= budget]
 
 
 def suggestion_lines(found: tuple[Suggestion, ...], facts: ModelFacts, recipe: Recipe, *, none: str) -> list[str]:
@@ -116,8 +131,10 @@ def suggestion_lines(found: tuple[Suggestion, ...], facts: ModelFacts, recipe: R
     return rows
 
 
-def _on(recipe: Recipe, facts: ModelFacts, machine: Machine, num_tasks: int | None, fill: float) -> Suggestion | None:
-    """The best way that fits: the best method, and of it the fastest placement."""
+def suggest_on(
+    recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_tasks: int | None = None, fill: float = FILL
+) -> Suggestion | None:
+    """The best way in which `recipe` fits on `machine`: the best method, and of it the fastest placement. None without any."""
     for how, method in _HOW:
         fitting = []
         for placement, place in _placements(machine, adapters="model.lora.rank" in method):
@@ -136,7 +153,7 @@ def _on(recipe: Recipe, facts: ModelFacts, machine: Machine, num_tasks: int | No
                         placement=placement,
                         plan=plan,
                         time=time,
-                        overrides=overrides(differences(recipe, change)),
+                        change=differences(recipe, change),
                     )
                 )
         if fitting:

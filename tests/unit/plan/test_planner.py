@@ -242,10 +242,17 @@ def _fits(recipe: Recipe, facts: Any, machine: Machine) -> bool:
             {"model": {"lora": {"rank": 16}}, "engine": {"kind": "vllm_server"}},
             {"trainer.devices=[0]", "engine.devices=[0]"},
         ),
+        # What the recipe asks to generate with does not fit in any size; what would be suggested for that machine does.
+        (
+            "Qwen/Qwen2.5-32B",
+            "g6e.48xlarge",
+            {"trainer": {"num_ranks": 2}, "engine": {"kind": "hf_server"}},
+            {"engine.kind=vllm_server", "engine.tensor_parallel_size=4", "model.lora.rank=16"},
+        ),
     ],
 )
 def test_placements_that_a_machine_has_room_for_are_offered(path, machine, sections, wanted):
-    """`nothing known makes it fit` was said of both, and of the second a machine with as large a GPU was named."""
+    """`nothing known makes it fit` was said of all, and of the second a machine with as large a GPU was named."""
     recipe = recipe_of(path, **({"rollout": {"max_trajectory_tokens": 1024}} | sections))
     found = study(recipe, facts_of(path), HARDWARE, HARDWARE.machine(machine))
     assert not found.verdict.fits
