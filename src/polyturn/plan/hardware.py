@@ -16,6 +16,8 @@ _KNOWN = Path(__file__).with_name("hardware.yaml")
 _SAGEMAKER = "ml."
 _SHOWN = 60
 MOST_NODES = 1024
+MOST_GPUS = 1024
+"""Of a machine."""
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Name = Annotated[str, Field(min_length=1)]
@@ -140,8 +142,8 @@ class Hardware:
 
     def gpus_alone(self, name: str, count: int) -> Machine:
         """`count` GPUs of that name, without a price. Raises ConfigError."""
-        if not 1 <= count <= 1024:
-            raise ConfigError(f"--gpus={count}: a machine has from 1 to 1,024 GPUs; give how many there are")
+        if not 1 <= count <= MOST_GPUS:
+            raise ConfigError(f"--gpus={count}: a machine has from 1 to {MOST_GPUS:,} GPUs; give how many there are")
         return Machine(name=f"{count} x {name}", gpu_name=name, gpu=self.gpu(name), count=count)
 
 

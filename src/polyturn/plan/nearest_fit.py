@@ -12,7 +12,7 @@ from polyturn.errors import ConfigError
 from polyturn.plan.automatic import settle
 from polyturn.plan.changes import Change, changed, overrides, plan_on
 from polyturn.plan.engine_load import OWN_SHARE
-from polyturn.plan.hardware import Gpu, Hardware, Machine
+from polyturn.plan.hardware import MOST_GPUS, Gpu, Hardware, Machine
 from polyturn.plan.models import ModelFacts
 from polyturn.plan.placement import is_paged, is_server, num_engines, tensor_parallel
 from polyturn.plan.planner import make_plan, room
@@ -52,10 +52,15 @@ def _fits(recipe: Recipe, facts: ModelFacts, machine: Machine, num_tasks: int | 
 
 def smallest_gpu(recipe: Recipe, facts: ModelFacts, hardware: Hardware, *, num_tasks: int | None = None) -> str | None:
     """The kind of GPU with the least memory on which `recipe` fits as it is; None when none is large enough."""
+    numbers = [number for gpu in make_plan(recipe, facts, num_tasks=num_tasks).gpus for number in gpu.numbers]
 
     def fits(name: str, gpu: Gpu) -> bool:
-        return make_plan(recipe, facts, gpu, gpu_name=name, num_tasks=num_tasks).fits_on(gpu)
+        machine = hardware.gpus_alone(name, max(numbers) + 1)
+        other, _ = settle(recipe, facts, machine, num_tasks=num_tasks)
+        return plan_on(other, facts, machine, num_tasks=num_tasks).fits_on(gpu)
 
+    if max(numbers) >= MOST_GPUS:
+        return None
     by_size = sorted(hardware.gpus.items(), key=lambda named: (named[1].usable_bytes, named[0]))
     return next((name for name, gpu in by_size if fits(name, gpu)), None)
 

@@ -120,7 +120,9 @@ def verdict_lines(plan: Plan, machine: Machine | None, verdict: Verdict) -> list
         else f"the smallest known kind of GPU on which it fits as it is: {verdict.smallest_gpu}"
     )
     if machine is None:
-        return [*(f"does not fit: {problem}" for problem in verdict.problems), f"needs {needs}; {smallest}"]
+        open_ = plan.recipe.trainer.num_ranks > 1 and "trainer.parallel" in plan.reasons
+        whole = " with whole copies (a smaller GPU gets shards)" if open_ else ""
+        return [*(f"does not fit: {problem}" for problem in verdict.problems), f"needs {needs}{whole}; {smallest}"]
     if verdict.fits:
         return [f"fits: {needs} on {machine.name}"]
     found = [f"does not fit: {problem}" for problem in verdict.problems]

@@ -76,7 +76,7 @@ def study(
         chosen.update(found_out)
     plan = plan_on(recipe, facts, machine, num_tasks=num_tasks)
     plan = replace(plan, reasons={**plan.reasons, **chosen})
-    smallest = smallest_gpu(recipe, facts, hardware, num_tasks=num_tasks)
+    smallest = smallest_gpu(asked, facts, hardware, num_tasks=num_tasks)
     if machine is None:
         return Study(
             plan=plan, machine=None, verdict=Verdict(problems=plan.refused, smallest_gpu=smallest), num_tasks=num_tasks

@@ -18,6 +18,7 @@ from polyturn.plan.known_models import CONFIGS
 from polyturn.plan.models import facts_from_config
 from polyturn.plan.nearest_fit import nearest_fit, smallest_gpu
 from polyturn.plan.planner import HOST, PINNED, Plan, make_plan
+from polyturn.plan.report import verdict_lines
 from polyturn.plan.study import study
 
 HARDWARE = load_hardware()
@@ -257,3 +258,15 @@ def test_placements_that_a_machine_has_room_for_are_offered(path, machine, secti
     found = study(recipe, facts_of(path), HARDWARE, HARDWARE.machine(machine))
     assert not found.verdict.fits
     assert wanted <= set(found.verdict.overrides)
+
+
+def test_the_smallest_gpu_is_that_of_what_would_run_there():
+    """Shards come by themselves where whole copies don't fit, so they count."""
+    recipe = recipe_of("Qwen/Qwen2.5-3B", trainer={"num_ranks": 7, "row_tokens": 4096}, engine={"kind": "vllm_server"})
+    facts = facts_of("Qwen/Qwen2.5-3B")
+    assert smallest_gpu(recipe, facts, HARDWARE) == "a100-40gb"
+    assert smallest_gpu(changed(recipe, {"trainer.parallel": "ddp"}), facts, HARDWARE) == "a100-80gb"
+    found = study(recipe, facts, HARDWARE, None)
+    assert (
+        "GiB with whole copies (a smaller GPU gets shards); the smallest" in verdict_lines(found.plan, None, found.verdict)[-1]
+    )
