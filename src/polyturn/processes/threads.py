@@ -185,7 +185,8 @@ class _Worker:
         self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.began = time.monotonic()
         """When it was woken, or took the call that it is at."""
-        threading.Thread(target=self._run, name="call", daemon=True).start()
+        self.thread = threading.Thread(target=self._run, name="call", daemon=True)
+        self.thread.start()
 
     def is_quick(self) -> bool:
         """Whether it will soon take the next call."""
