@@ -8,8 +8,10 @@ from polyturn.config.schema import Recipe
 from polyturn.plan.auto_memory import fit_memory
 from polyturn.plan.auto_parallel import shard_on
 from polyturn.plan.auto_sleep import sleep_on
+from polyturn.plan.changes import plan_on
 from polyturn.plan.hardware import Machine
 from polyturn.plan.models import ModelFacts
+from polyturn.plan.planner import Plan
 
 
 def settle(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_tasks: int | None) -> tuple[Recipe, Mapping[str, str]]:
@@ -20,3 +22,9 @@ def settle(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_tasks: in
         chosen = {**chosen, **fitted}
     recipe, asleep = sleep_on(recipe, facts, machine, num_tasks=num_tasks)
     return recipe, {**chosen, **asleep}
+
+
+def settled_plan(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_tasks: int | None = None) -> Plan:
+    """The plan of what would run on `machine`. Raises ConfigError."""
+    settled, _ = settle(recipe, facts, machine, num_tasks=num_tasks)
+    return plan_on(settled, facts, machine, num_tasks=num_tasks)

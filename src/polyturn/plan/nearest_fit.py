@@ -9,7 +9,7 @@ from typing import Any
 
 from polyturn.config.schema import Recipe
 from polyturn.errors import ConfigError
-from polyturn.plan.automatic import settle
+from polyturn.plan.automatic import settled_plan
 from polyturn.plan.changes import Change, changed, overrides, plan_on
 from polyturn.plan.engine_load import OWN_SHARE
 from polyturn.plan.hardware import MOST_GPUS, Gpu, Hardware, Machine
@@ -44,8 +44,7 @@ def only_needed(
 
 def _fits(recipe: Recipe, facts: ModelFacts, machine: Machine, num_tasks: int | None, change: Change) -> bool:
     try:
-        other, _ = settle(changed(recipe, change), facts, machine, num_tasks=num_tasks)
-        return not plan_on(other, facts, machine, num_tasks=num_tasks).problems(machine)
+        return not settled_plan(changed(recipe, change), facts, machine, num_tasks=num_tasks).problems(machine)
     except ConfigError:
         return False  # the recipe asks for something that can't be had together with it
 
@@ -56,8 +55,7 @@ def smallest_gpu(recipe: Recipe, facts: ModelFacts, hardware: Hardware, *, num_t
 
     def fits(name: str, gpu: Gpu) -> bool:
         machine = hardware.gpus_alone(name, max(numbers) + 1)
-        other, _ = settle(recipe, facts, machine, num_tasks=num_tasks)
-        return plan_on(other, facts, machine, num_tasks=num_tasks).fits_on(gpu)
+        return settled_plan(recipe, facts, machine, num_tasks=num_tasks).fits_on(gpu)
 
     if max(numbers) >= MOST_GPUS:
         return None

@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeAlias
 
 from polyturn.config.schema import Recipe, filled
 from polyturn.errors import ConfigError
-from polyturn.plan.automatic import settle
+from polyturn.plan.automatic import settled_plan
 from polyturn.plan.batch_words import batch_words
-from polyturn.plan.changes import Change, changed, overrides, plan_on
+from polyturn.plan.changes import Change, changed, overrides
 from polyturn.plan.hardware import Machine
 from polyturn.plan.models import ModelFacts
 from polyturn.plan.placement import is_paged
@@ -81,8 +81,7 @@ class _Trial:
     def plan(self, change: Change) -> Plan | None:
         """None where the change can't be had."""
         try:
-            recipe, _ = settle(changed(self.recipe, change), self.facts, self.machine, num_tasks=self.num_tasks)
-            return plan_on(recipe, self.facts, self.machine, num_tasks=self.num_tasks)
+            return settled_plan(changed(self.recipe, change), self.facts, self.machine, num_tasks=self.num_tasks)
         except ConfigError:
             if not change:
                 raise

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from polyturn.config.schema import Recipe
 from polyturn.errors import ConfigError
-from polyturn.plan.automatic import settle
+from polyturn.plan.automatic import settled_plan
 from polyturn.plan.changes import Change, changed, differences, overrides, plan_on
 from polyturn.plan.hardware import Machine
 from polyturn.plan.models import ModelFacts
@@ -48,8 +48,7 @@ def splits(
     found = []
     for name, change in split_changes(recipe, machine):
         try:
-            other, _ = settle(changed(recipe, change), facts, machine, num_tasks=num_tasks)
-            plan = plan_on(other, facts, machine, num_tasks=num_tasks)
+            plan = settled_plan(changed(recipe, change), facts, machine, num_tasks=num_tasks)
         except ConfigError:
             continue
         found.append(
@@ -100,7 +99,7 @@ def split_changes(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, Chang
     apart: Change = {"engine.kind": server, "engine.devices": None, "trainer.devices": None, "weight_sync.mode": "auto"}
     most = (total - 1) // parts
     step = max(1, -(-most // _MOST_SPLITS))
-    for servers in dict.fromkeys((*range(1, min(1, most) + 1), *range(step, most + 1, step))):
+    for servers in sorted({1, *range(step, most + 1, step)} if most else ()):
         ranks = total - servers * parts
         yield (
             f"{ranks} + {servers * parts}",

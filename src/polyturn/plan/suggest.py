@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from polyturn.config.schema import EnvironmentSection, ModelSection, Recipe, RolloutSection, RunSection
 from polyturn.errors import ConfigError
-from polyturn.plan.automatic import settle
-from polyturn.plan.changes import Change, changed, differences, overrides, plan_on
+from polyturn.plan.automatic import settled_plan
+from polyturn.plan.changes import Change, changed, differences, overrides
 from polyturn.plan.hardware import Hardware, Machine
 from polyturn.plan.models import ModelFacts
 from polyturn.plan.planner import GIB, Plan
@@ -83,17 +83,23 @@ def suggest(
 ) -> tuple[Suggestion, ...]:
     """The machines with a price, of at most `budget` dollars an hour, on which `recipe` fits somehow; the cheapest first."""
     machines = _affordable(hardware, nodes, budget)
-    found = (suggest_on(recipe, facts, machine, num_tasks=num_tasks, fill=fill) for machine in machines)
-    return tuple(one for one in found if one is not None)
+    return tuple(_suggestions(recipe, facts, machines, num_tasks, fill))
 
 
 def cheapest(
     recipe: Recipe, facts: ModelFacts, hardware: Hardware, *, num_tasks: int | None = None, fill: float = FILL
 ) -> Suggestion | None:
     """The first of `suggest`, without a look at dearer machines."""
-    machines = _affordable(hardware, 1, None)
-    found = (suggest_on(recipe, facts, machine, num_tasks=num_tasks, fill=fill) for machine in machines)
-    return next((one for one in found if one is not None), None)
+    return next(_suggestions(recipe, facts, _affordable(hardware, 1, None), num_tasks, fill), None)
+
+
+def _suggestions(
+    recipe: Recipe, facts: ModelFacts, machines: list[Machine], num_tasks: int | None, fill: float
+) -> Iterator[Suggestion]:
+    for machine in machines:
+        found = suggest_on(recipe, facts, machine, num_tasks=num_tasks, fill=fill)
+        if found is not None:
+            yield found
 
 
 def _affordable(hardware: Hardware, nodes: int, budget: float | None) -> list[Machine]:
@@ -140,8 +146,7 @@ def suggest_on(
         for placement, place in _placements(machine, adapters="model.lora.rank" in method):
             change = _HALF | method | place
             try:
-                other, _ = settle(changed(recipe, change), facts, machine, num_tasks=num_tasks)
-                plan = plan_on(other, facts, machine, num_tasks=num_tasks)
+                plan = settled_plan(changed(recipe, change), facts, machine, num_tasks=num_tasks)
             except ConfigError:
                 continue
             if not plan.problems(machine):

@@ -10,7 +10,6 @@ import asyncio
 import contextvars
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
@@ -130,7 +129,7 @@ class _Row:
 class _Rows(threading.local):
     """The rows of the loop that runs in this thread."""
 
-    loop: weakref.ref[asyncio.AbstractEventLoop] | None = None
+    loop: asyncio.AbstractEventLoop | None = None
     by_length: dict[float, _Row]
 
 
@@ -138,8 +137,8 @@ _rows = _Rows()
 
 
 def _row_of(loop: asyncio.AbstractEventLoop, seconds: float) -> _Row:
-    if _rows.loop is None or _rows.loop() is not loop:
-        _rows.loop, _rows.by_length = weakref.ref(loop), {}
+    if _rows.loop is not loop:
+        _rows.loop, _rows.by_length = loop, {}
     rows = _rows.by_length
     row = rows.get(seconds)
     if row is None:

@@ -5,8 +5,8 @@
 
 Most calls of a step are thousands of short ones, and to wake a thread for each costs more than the calls do. So one thread
 takes them in turn, as long as none holds it up: a call that comes while another has been under way for `QUICK_S` wakes one
-more thread, and one that has waited behind such a call is found `LOOK_S` later, with all others that wait. Threads that have
-come back stay for the next calls.
+more thread, and those that wait behind such a call get a thread each, `LOOK_S` later. Where calls are quick and still too
+many, one thread more takes them at each look. Threads that have come back stay for the next calls.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ class _Call:
         self._context = contextvars.copy_context()
         self._loop = future.get_loop()
         self._mailbox = mailbox
+        self.since = time.monotonic()
         self._future: asyncio.Future[Any] | None = future
         self._result: Any = None
         self._error: BaseException | None = None
@@ -169,12 +170,13 @@ class _Mailbox:
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         self._looking = False
-        waiting = len(_waiting)
-        if not waiting:
+        try:
+            longest_s, count = time.monotonic() - _waiting[0].since, len(_waiting)
+        except IndexError:
             return
-        if not _somebody_is_quick():
-            for _ in range(waiting):
-                _wake()
+        more = int(longest_s > LOOK_S) if _somebody_is_quick() else count
+        for _ in range(more):
+            _wake()
         self.look_after(loop)
 
 

@@ -27,6 +27,7 @@ from polyturn.processes.tasks import TaskSet
 from polyturn.processes.threads import in_thread
 from polyturn.weight_sync.base import WeightSource, check_coverage, check_sums
 from polyturn.weight_sync.labels import DEFAULT_LABEL
+from polyturn.weight_sync.phases import Phases
 from polyturn.weight_sync.probe import Probe
 from polyturn.weight_sync.servers import Described, WeightServer, refuse_shared_gpus
 from polyturn.weight_sync.shared_tensors import uuid_of
@@ -99,14 +100,17 @@ class NcclBridge:
         self._probe = probe
         self._confirmed: int | None = None
         self._pushes = 0
-        self.seconds: dict[str, float] = {}
-        """What each phase of the last push took. Of `update`: `gather` and `wait` by the trainer, `sent` until it had sent
-        everything; what is left is that the servers went on receiving.
-        """
-        self._phase, self._tensor, self._since = "", "", 0.0
+        self._phases, self._tensor = Phases(), ""
         self._waiting: set[str] = set()
         self._paused = False
         self._wrong: set[str] = set()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What each phase of the last push took. Of `update`: `gather` and `wait` by the trainer, `sent` until it had sent
+        everything; what is left is that the servers went on receiving.
+        """
+        return self._phases.seconds
 
     async def push(self, version: int) -> None:
         """See `WeightBridge.push`. Errors name the server, the phase and, while tensors are sent, the tensor."""
@@ -118,7 +122,7 @@ class NcclBridge:
             silent = await self._give_up() or [url for url in self._urls if url in self._waiting]
             tensor = f", at {self._tensor}" if self._tensor else ""
             who = " and ".join(silent) or "the trainer itself"
-            raise DeadlineError(f"{error}; in {self._phase}{tensor}, it waited for {who}") from error
+            raise DeadlineError(f"{error}; in {self._phases.now}{tensor}, it waited for {who}") from error
         except BaseException as error:
             await self._give_up()
             if isinstance(error, Exception) and not isinstance(error, PolyturnError):
@@ -138,7 +142,7 @@ class NcclBridge:
     # ── phases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _push(self, version: int) -> None:
-        self.seconds, self._phase = {}, ""
+        self._phases.begin()
         weights = self._source.weights()
         verify = self._pushes % self._verify_every == 0
         self._wrong = set()
@@ -329,15 +333,13 @@ class NcclBridge:
             answer = await question
         except AskError as error:
             tensor = f", at {self._tensor}" if self._tensor else ""
-            raise WeightSyncError(f"weight push {version} failed in {self._phase}{tensor}: {error}") from error
+            raise WeightSyncError(f"weight push {version} failed in {self._phases.now}{tensor}: {error}") from error
         self._waiting.discard(url)
         return answer
 
     def _at(self, phase: str, urls: Sequence[str]) -> None:
-        now = time.perf_counter()
-        if self._phase:
-            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
-        self._phase, self._tensor, self._waiting, self._since = phase, "", set(urls), now
+        self._phases.at(phase)
+        self._tensor, self._waiting = "", set(urls)
 
     async def _give_up(self) -> list[str]:
         """After a failure: leave the group, and resume the servers whose weights are right or who know that theirs are not.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -15,6 +14,7 @@ from polyturn.processes.json_http import AskError, JsonClient
 from polyturn.processes.tasks import TaskSet
 from polyturn.processes.threads import in_thread
 from polyturn.weight_sync.base import check_sums, checksum, named
+from polyturn.weight_sync.phases import Phases
 from polyturn.weight_sync.probe import Probe
 from polyturn.weight_sync.servers import WeightServer
 
@@ -30,22 +30,26 @@ class Pushing:
         self.servers = [WeightServer(url.rstrip("/"), self.client, limit_s=deadline_s) for url in urls]
         self.deadline_s = deadline_s
         self.version = 0
-        self.seconds: dict[str, float] = {}
-        """What each phase of the last push took, also of one that failed."""
         self._probe = probe
-        self._phase, self._since = "", 0.0
+        self._phases = Phases()
         self._waiting: set[str] = set()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What each phase of the last push took, also of one that failed."""
+        return self._phases.seconds
 
     async def run(self, version: int, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Await `work()` as push `version` or a part of it. Raises WeightSyncError, WeightMismatchError or DeadlineError."""
-        self.version, self.seconds = version, {}
+        self.version = version
+        self._phases.begin()
         plural = "s" * (len(self.servers) > 1)
         try:
             async with deadline(self.deadline_s, f"weight push {version} to {len(self.servers)} engine server{plural}"):
                 await work()
         except DeadlineError as error:
             who = " and ".join(sorted(self._waiting)) or "the trainer itself"
-            raise DeadlineError(f"{error}; in {self._phase}, it waited for {who}") from error
+            raise DeadlineError(f"{error}; in {self._phases.now}, it waited for {who}") from error
         except PolyturnError:
             raise
         except Exception as error:
@@ -76,10 +80,8 @@ class Pushing:
 
     def _at(self, phase: str, waiting: Sequence[str]) -> None:
         """One phase ends and the next begins."""
-        now = time.perf_counter()
-        if self._phase:
-            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
-        self._phase, self._waiting, self._since = phase, set(waiting), now
+        self._phases.at(phase)
+        self._waiting = set(waiting)
 
     async def compare(self, weights: Mapping[str, torch.Tensor]) -> bool:
         """Compare checksums with every server's; False where one can't say any. Raises WeightMismatchError."""

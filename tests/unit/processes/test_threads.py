@@ -266,11 +266,20 @@ async def test_a_call_within_a_deadline_gives_its_result_or_names_the_wait():
 
 async def test_short_calls_that_come_together_share_a_thread(monkeypatch):
     """To wake a thread for each would cost more than the calls do."""
+    monkeypatch.setattr(threads, "LOOK_S", 30.0)
     monkeypatch.setattr(threads, "QUICK_S", 30.0)
     monkeypatch.setattr(threads, "_idle", deque())
     await asyncio.gather(*(in_thread(lambda: None) for _ in range(10)))  # the thread has started
     names = await asyncio.gather(*(in_thread(threading.get_ident) for _ in range(500)))
     assert len(set(names)) <= 5, "of five hundred; one that is about to be idle may be missed"
+
+
+async def test_calls_that_are_quick_and_too_many_get_more_threads(monkeypatch):
+    """A tool that takes its time outside the interpreter would otherwise have one core."""
+    monkeypatch.setattr(threads, "QUICK_S", 30.0)
+    monkeypatch.setattr(threads, "_idle", deque())
+    met = threading.Barrier(4, timeout=30)
+    assert sorted(await asyncio.gather(*(in_thread(met.wait) for _ in range(4)))) == [0, 1, 2, 3]
 
 
 async def test_calls_behind_one_that_hangs_get_threads_of_their_own():

@@ -7,14 +7,14 @@ from itertools import count
 import pytest
 
 from polyturn.errors import WeightSyncError
-from polyturn.weight_sync import pushing
+from polyturn.weight_sync import phases
 from polyturn.weight_sync.pushing import Pushing
 
 
 @pytest.fixture
 def ticking(monkeypatch):
     """A clock that goes on by a second whenever a phase ends or begins."""
-    monkeypatch.setattr(pushing.time, "perf_counter", count().__next__)
+    monkeypatch.setattr(phases.time, "perf_counter", count().__next__)
 
 
 def refuse():
