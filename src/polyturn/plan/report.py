@@ -125,13 +125,18 @@ def verdict_lines(plan: Plan, machine: Machine | None, verdict: Verdict) -> list
         return [*(f"does not fit: {problem}" for problem in verdict.problems), f"needs {needs}{whole}; {smallest}"]
     if verdict.fits:
         return [f"fits: {needs} on {machine.name}"]
-    found = [f"does not fit: {problem}" for problem in verdict.problems]
+    found = [f"{'too dear' if verdict.too_dear else 'does not fit'}: {problem}" for problem in verdict.problems]
     if verdict.overrides is not None:
         return [*found, f"nearest that fits there: {' '.join(verdict.overrides)}", smallest]
-    found.append(f"nothing known makes it fit on {machine.name}")
+    found.append(
+        f"the GPUs of {machine.name} are large enough" if verdict.too_dear else f"nothing known makes it fit on {machine.name}"
+    )
     other = verdict.elsewhere
     if other is not None:
-        found.append(f"the cheapest machine on which it fits: {other.machine.name}, with {' '.join(other.overrides)}")
+        price = "" if other.machine.total_price is None else f" (${other.machine.total_price:.2f} an hour)"
+        found.append(f"the cheapest machine on which it fits: {other.machine.name}{price}, with {' '.join(other.overrides)}")
+    elif verdict.too_dear:
+        found.append("no machine of that price is known on which it fits")
     return [*found, smallest]
 
 

@@ -28,7 +28,9 @@ class Verdict:
     smallest_gpu: str | None = None
     """Kind of GPU with the least memory on which the recipe fits as it is."""
     elsewhere: Suggestion | None = None
-    """The cheapest machine on which it fits in some way, where nothing known makes it fit on this one."""
+    """The cheapest machine on which it fits in some way, where nothing known makes it fit on this one, or it costs too much."""
+    too_dear: bool = False
+    """Whether it fits, and an hour costs more than it may."""
 
     @property
     def fits(self) -> bool:
@@ -84,15 +86,20 @@ def study(
     problems = plan.problems(machine)
     found = _what_fits(recipe, facts, machine, num_tasks, fill) if problems else None
     elsewhere = None
-    if problems and found is None:
-        elsewhere = cheapest(recipe, facts, hardware, num_tasks=num_tasks, fill=fill)
+    dear = _too_dear(machine, budget)
+    if (problems and found is None) or dear:
+        elsewhere = cheapest(recipe, facts, hardware, budget=budget, num_tasks=num_tasks, fill=fill)
     time = step_time(plan, machine, fill=fill)
     others = splits(asked, facts, machine, num_tasks=num_tasks, fill=fill)
     return Study(
         plan=plan,
         machine=machine,
         verdict=Verdict(
-            problems=(*problems, *_too_dear(machine, budget)), overrides=found, smallest_gpu=smallest, elsewhere=elsewhere
+            problems=(*problems, *dear),
+            overrides=found,
+            smallest_gpu=smallest,
+            elsewhere=elsewhere,
+            too_dear=bool(dear) and not problems,
         ),
         num_tasks=num_tasks,
         time=time,
@@ -118,4 +125,4 @@ def _too_dear(machine: Machine, budget: float | None) -> tuple[str, ...]:
     price = machine.total_price
     if budget is None or price is None or price <= budget:
         return ()
-    return (f"--budget-per-hour={budget:g}: {machine.name} costs ${price:.2f} an hour; without --instance you see what fits",)
+    return (f"--budget-per-hour={budget:g}: {machine.name} costs ${price:.2f} an hour",)

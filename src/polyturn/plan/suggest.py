@@ -87,10 +87,16 @@ def suggest(
 
 
 def cheapest(
-    recipe: Recipe, facts: ModelFacts, hardware: Hardware, *, num_tasks: int | None = None, fill: float = FILL
+    recipe: Recipe,
+    facts: ModelFacts,
+    hardware: Hardware,
+    *,
+    budget: float | None = None,
+    num_tasks: int | None = None,
+    fill: float = FILL,
 ) -> Suggestion | None:
     """The first of `suggest`, without a look at dearer machines."""
-    return next(_suggestions(recipe, facts, _affordable(hardware, 1, None), num_tasks, fill), None)
+    return next(_suggestions(recipe, facts, _affordable(hardware, 1, budget), num_tasks, fill), None)
 
 
 def _suggestions(

@@ -270,3 +270,20 @@ def test_the_smallest_gpu_is_that_of_what_would_run_there():
     assert (
         "GiB with whole copies (a smaller GPU gets shards); the smallest" in verdict_lines(found.plan, None, found.verdict)[-1]
     )
+
+
+@pytest.mark.parametrize(
+    ("budget", "where"), [(10.0, "the cheapest machine on which it fits: "), (0.5, "no machine of that price")]
+)
+def test_a_machine_that_costs_too_much_is_not_said_to_be_too_small(budget, where):
+    recipe = recipe_of("Qwen/Qwen2.5-3B", trainer={"num_ranks": 7, "row_tokens": 4096}, engine={"kind": "vllm_server"})
+    machine = HARDWARE.machine("p4d.24xlarge")
+    found = study(recipe, facts_of("Qwen/Qwen2.5-3B"), HARDWARE, machine, budget=budget)
+    lines = verdict_lines(found.plan, machine, found.verdict)
+    assert not found.verdict.fits
+    assert lines[:2] == [
+        f"too dear: --budget-per-hour={budget:g}: p4d.24xlarge costs $21.96 an hour",
+        "the GPUs of p4d.24xlarge are large enough",
+    ]
+    assert lines[2].startswith(where)
+    assert found.verdict.elsewhere is None or found.verdict.elsewhere.machine.total_price <= budget
