@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from parts.models import save_model_folder
+from parts.patience import PATIENCE_S
 from parts.runs import child_environment
 from polyturn.cli.main import main
 from polyturn.environments.builtin.lookup import Lookup
@@ -76,7 +77,7 @@ def test_the_readme_opens_with_its_two_commands():
 
 @pytest.mark.parametrize("command", [command for command in commands() if command.startswith("make ")])
 def test_make_targets_exist(command: str):
-    run = subprocess.run([*shlex.split(command), "-n"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    run = subprocess.run([*shlex.split(command), "-n"], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert run.returncode == 0, run.stderr
 
 

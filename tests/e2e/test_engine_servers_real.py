@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from parts.engine_process import SIZES, TOKEN, EngineProcess
+from parts.patience import PATIENCE_S
 from polyturn.engine.hf import HfEngine
 from polyturn.engine.http import HttpEngine
 from polyturn.errors import DeadlineError, EngineError, WeightSyncError
@@ -40,7 +41,7 @@ async def pushing(*servers: EngineProcess, deadline_s: float = 60.0, seed: int =
     """An engine and a bridge of a trainer to these servers."""
     model = tiny(seed)
     urls = [server.url for server in servers]
-    engine = HttpEngine(urls, token=TOKEN, start_deadline_s=60)
+    engine = HttpEngine(urls, token=TOKEN, start_deadline_s=PATIENCE_S)
     bridge = NcclBridge(
         urls,
         WholeWeights(model.state_dict),
@@ -61,7 +62,7 @@ async def pushing(*servers: EngineProcess, deadline_s: float = 60.0, seed: int =
 async def is_paused(server: EngineProcess) -> bool:
     client = JsonClient(TOKEN)
     try:
-        return (await client.ask("GET", f"{server.url}/is_paused", limit_s=30))["is_paused"]
+        return (await client.ask("GET", f"{server.url}/is_paused", limit_s=PATIENCE_S))["is_paused"]
     finally:
         await client.close()
 
@@ -172,7 +173,9 @@ def test_a_push_that_hangs_does_not_keep_the_trainer_from_ending():
     """The pushing process ends by itself, soon after the deadline, though its server never answers."""
     with EngineProcess(seed=2, fault="stop", at=1) as one:
         tests = str(Path(__file__).parents[1])
-        done = subprocess.run([sys.executable, "-c", TRAINER, one.url, tests], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-c", TRAINER, one.url, tests], capture_output=True, text=True, timeout=PATIENCE_S
+        )
     assert done.stdout.splitlines()[0] == "DeadlineError", done.stderr
 
 
@@ -183,7 +186,7 @@ def a_trainer_of(server: EngineProcess):
     process = subprocess.Popen(words)
     yield process
     process.kill()
-    process.wait(30)
+    process.wait(PATIENCE_S)
 
 
 async def test_a_trainer_killed_during_a_push_leaves_a_server_that_refuses():
@@ -198,7 +201,7 @@ async def test_a_trainer_killed_during_a_push_leaves_a_server_that_refuses():
         client = JsonClient(TOKEN)
         for _ in range(300):
             with contextlib.suppress(AskError):
-                await client.ask("GET", f"{one.url}/health", limit_s=30)
+                await client.ask("GET", f"{one.url}/health", limit_s=PATIENCE_S)
                 await asyncio.sleep(0.1)
                 continue
             break

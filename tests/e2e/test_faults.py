@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+from parts.patience import PATIENCE_S
 from parts.runs import run_python
 from polyturn.engine.hf import HfEngine
 from polyturn.models.load import export_model
@@ -54,7 +55,7 @@ def test_a_coroutine_that_never_returns(bench):
 def test_a_tool_that_never_returns(bench):
     """In a process of its own: its thread must not keep the process from ending either."""
     words = ["environment.id=parts.environments:ToolHangs", "rollout.tool_deadline_s=0.3", *EIGHT]
-    ended = bench.process("train", *words, timeout_s=60)
+    ended = bench.process("train", *words, timeout_s=PATIENCE_S)
     assert (ended.code, ended.err) == (0, "")
     assert_hung(ended)
 

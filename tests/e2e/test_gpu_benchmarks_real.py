@@ -13,7 +13,7 @@ from parts.runs import ROOT
 from parts.vllm_served import needs_vllm
 
 pytestmark = needs_vllm
-LIMIT_S = 280
+LIMIT_S = 600
 
 
 def run(script: str, out: Path, *words: str) -> dict[str, Any]:

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from parts.patience import PATIENCE_S
 from parts.runs import RECIPE, ROOT, child_environment, read_jsonl
 from parts.stub_runs import eventually
 
 pytestmark = pytest.mark.real
 
 QUICKSTART = ROOT / "recipes" / "quickstart" / "recipe.yaml"
-END_S = 60.0
 """Within a minute the rest has ended."""
 
 
@@ -57,7 +57,7 @@ class Node:
             with contextlib.suppress(OSError):
                 if f"POLYTURN_TEST_NODE={self._mark}".encode() in environ.read_bytes().split(b"\0"):
                     os.kill(int(environ.parent.name), signal.SIGKILL)
-        self.process.wait(END_S)
+        self.process.wait(PATIENCE_S)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_the_loss_of_one_node_ends_the_other(nodes, tmp_path: Path, colours_mode
     time.sleep(0.3)
     both[lost].kill()
     left = both[1 - lost]
-    assert left.end(END_S) != 0
+    assert left.end(PATIENCE_S) != 0
     named = r"rank 1 \(.+, process \d+\) can't be heard any more" if lost else "the machine of rank 0"
     assert re.search(f"polyturn: error: waited for .* and lost it: .*{named}", left.said), left.said
 

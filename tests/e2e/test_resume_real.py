@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from parts.kill_cases import END_S, Cases
+from parts.kill_cases import Cases
 from parts.kills import PHASES
+from parts.patience import PATIENCE_S
 from parts.runs import child_environment
 from parts.stub_runs import eventually
 from polyturn.storage.manifest import Place, verify
@@ -58,7 +59,7 @@ def test_two_ranks_go_on_after_the_driver_was_killed(place):
     eventually(lambda: place.stored("cut") or run.poll() is not None, "the first checkpoint")
     beat = json.loads((place.of("cut") / "heartbeats" / "trainer-0.json").read_text())
     os.kill(beat["pid"], signal.SIGKILL)
-    assert run.wait(END_S) == 3, place.said("cut")
+    assert run.wait(PATIENCE_S) == 3, place.said("cut")
     assert place.steps("cut") < 300
     assert place.run("cut", *words, "--resume") == 0, place.said("cut")
     assert "run cut goes on after step" in place.said("cut")
@@ -72,7 +73,7 @@ def test_a_stop_saves_and_exits_with_0(place, ranks, number):
     run = place.start("cut", *words)
     eventually(lambda: place.steps("cut") >= 3 or run.poll() is not None, "the third step")
     run.send_signal(number)
-    assert run.wait(END_S) == 0, place.said("cut")
+    assert run.wait(PATIENCE_S) == 0, place.said("cut")
     (step,) = place.stored("cut")
     assert 3 <= step == place.steps("cut") < 60
     assert place.run("cut", *words, "--resume") == 0
@@ -95,7 +96,7 @@ def test_a_second_sigint_ends_at_once_and_harms_no_checkpoint(place):
     run.send_signal(signal.SIGINT)
     time.sleep(0.02)
     run.send_signal(signal.SIGINT)
-    assert run.wait(END_S) in (0, 130), "0 where everything was saved before the second came"
+    assert run.wait(PATIENCE_S) in (0, 130), "0 where everything was saved before the second came"
     newest = settled(lambda: max(place.stored("cut")))  # the writer still ends what it had begun
     whole = Place(LocalStore(place.of("cut") / "checkpoints"), f"cut/step_{newest:08d}")
     assert verify(whole) is None
@@ -121,11 +122,11 @@ def test_shards_are_saved_whole_and_gone_on_from_in_any_layout(place, tensor_ran
     run = place.start("cut", *words, "run.steps=100000")
     eventually(lambda: place.steps("cut") >= 3 or run.poll() is not None, "the third step")
     run.send_signal(signal.SIGTERM)
-    assert run.wait(END_S) == 0, place.said("cut")
+    assert run.wait(PATIENCE_S) == 0, place.said("cut")
     (step,) = place.stored("cut")
     out = place.folder / "exported"
     argv = [sys.executable, "-m", "polyturn", "export", str(place.of("cut")), "--out", str(out)]
-    subprocess.run(argv, check=True, env=child_environment(), timeout=END_S)
+    subprocess.run(argv, check=True, env=child_environment(), timeout=PATIENCE_S)
     saved, exported = (load_file(folder / "model.safetensors") for folder in (out, place.of("cut") / "export"))
     assert saved.keys() == exported.keys()
     assert all(torch.equal(tensor, exported[name]) for name, tensor in saved.items())

@@ -13,6 +13,7 @@ import pytest
 import transformers
 
 from parts.models import same_bits, snapshot
+from parts.patience import PATIENCE_S
 from parts.runs import Bench, child_environment, read_jsonl
 
 # ── eval ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -165,7 +166,7 @@ def interrupted(bench: Bench, number: signal.Signals, times: int) -> tuple[int, 
         for _ in range(times):
             run.send_signal(number)
             time.sleep(0.001)  # two at once may arrive as one
-        out, err = run.communicate(timeout=60)
+        out, err = run.communicate(timeout=PATIENCE_S)
     return run.returncode, out, err
 
 

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from parts.patience import PATIENCE_S
 from parts.vllm_served import TOKEN, VllmServed, logprobs_of, needs_vllm, scores, tiny
 from polyturn.errors import EngineError, WeightMismatchError, WeightSyncError
 from polyturn.models.adapters import adapter_parameters, add_adapters, frozen_weights, pushed_weights, save_adapters
@@ -63,7 +64,7 @@ def bridge_of(model, server, folder, engine=None, save=None, **options):
         scaling=ALPHA / RANK,
         token=TOKEN,
         on_confirmed=None if engine is None else engine.confirmed,
-        **{"verify_every": 1, "deadline_s": 60.0} | options,
+        **{"verify_every": 1, "deadline_s": PATIENCE_S} | options,
     )
 
 

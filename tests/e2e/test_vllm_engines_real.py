@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from parts.models import tiny_model
+from parts.patience import PATIENCE_S
 from parts.vllm_here import EXACT, PROMPTS, asking, change, gap, started, vllm_here
 from parts.vllm_served import needs_vllm, tiny
 from polyturn.engine.vllm import VllmEngine
@@ -36,7 +37,7 @@ def test_architectures(tmp_path, kind):
     engine = started(vllm_here(tmp_path / kind, tiny_model(kind, seed=4, **sizes, **extra, **tie)))
 
     async def share_and_compare() -> None:
-        bridge = SingleCopyBridge(model, engine, deadline_s=60)
+        bridge = SingleCopyBridge(model, engine, deadline_s=PATIENCE_S)
         await bridge.push(1)
         assert await gap(engine, model) < 1e-4
         change(model, 1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from parts.models import VOCAB
+from parts.patience import PATIENCE_S
 from parts.vllm_here import EXACT, PROMPTS, asking, change, copies_to, gap
 from parts.vllm_served import CONTEXT, needs_vllm, scores, tiny
 from polyturn.errors import EngineError, NonFiniteError, WeightMismatchError, WeightSyncError
@@ -24,7 +25,7 @@ pytestmark = needs_vllm
 async def test_with_one_copy_the_optimizers_step_is_the_push(vllm_engine):
     model = tiny(21)
     parameters = dict(model.named_parameters())
-    bridge = SingleCopyBridge(model, vllm_engine, deadline_s=60)
+    bridge = SingleCopyBridge(model, vllm_engine, deadline_s=PATIENCE_S)
     await bridge.push(1)
     own = vllm_engine.named_weights()
     assert {name: p.data_ptr() for name, p in parameters.items()} == {name: own[name].data_ptr() for name in parameters}
@@ -42,7 +43,7 @@ async def test_with_one_copy_the_optimizers_step_is_the_push(vllm_engine):
 
 async def test_gradients_go_through_shared_weights(vllm_engine):
     model, alone = tiny(22), tiny(22)
-    await SingleCopyBridge(model, vllm_engine, deadline_s=60).push(1)
+    await SingleCopyBridge(model, vllm_engine, deadline_s=PATIENCE_S).push(1)
     ids = torch.tensor([[3, 5, 7, 9]])
     for one in (model, alone):
         one(input_ids=ids, labels=ids).loss.backward()
@@ -52,7 +53,7 @@ async def test_gradients_go_through_shared_weights(vllm_engine):
 
 async def test_a_model_that_got_new_tensors_is_noticed(vllm_engine):
     model = tiny(23)
-    bridge = SingleCopyBridge(model, vllm_engine, deadline_s=60)
+    bridge = SingleCopyBridge(model, vllm_engine, deadline_s=PATIENCE_S)
     await bridge.push(1)
     model.model.layers[0].mlp.up_proj.weight.data = model.model.layers[0].mlp.up_proj.weight.data.clone()
     with pytest.raises(
@@ -67,7 +68,7 @@ async def test_a_model_that_got_new_tensors_is_noticed(vllm_engine):
 
 async def test_another_type_can_not_be_shared(vllm_engine):
     with pytest.raises(WeightSyncError, match=r"bfloat16 on cpu in the trainer and torch\.float32 on cpu in the engine"):
-        await SingleCopyBridge(tiny(24).bfloat16(), vllm_engine, deadline_s=60).push(1)
+        await SingleCopyBridge(tiny(24).bfloat16(), vllm_engine, deadline_s=PATIENCE_S).push(1)
     await copies_to(vllm_engine, tiny(24)).push(2)
 
 
@@ -76,7 +77,7 @@ async def test_other_ties_can_not_be_shared(vllm_engine):
     assert model.lm_head.weight is model.model.embed_tokens.weight
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     with pytest.raises(WeightSyncError, match="shares its tensor with another name on one side and not on the other"):
-        await SingleCopyBridge(model, vllm_engine, deadline_s=60).push(1)
+        await SingleCopyBridge(model, vllm_engine, deadline_s=PATIENCE_S).push(1)
     await copies_to(vllm_engine, tiny(25)).push(2)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from parts.patience import PATIENCE_S
 from parts.vllm_served import CONTEXT, TOKEN, VllmServed, logprobs_of, needs_vllm, scores, tiny
 from polyturn.errors import DeadlineError, EngineError, WeightMismatchError, WeightSyncError
 from polyturn.loop.serve_vllm import Orders
@@ -105,7 +106,7 @@ async def test_what_does_not_fit_is_refused_before_anything_changes(trained, vll
     await bridge.push(0)
     weights = dict(model.state_dict())
     spoil(weights)
-    other = NcclBridge([vllm_server.url], WholeWeights(lambda: weights), verify_every=1, deadline_s=60, token=TOKEN)
+    other = NcclBridge([vllm_server.url], WholeWeights(lambda: weights), verify_every=1, deadline_s=PATIENCE_S, token=TOKEN)
     with pytest.raises(WeightSyncError, match=said):
         await other.push(1)
     await other.close()
@@ -125,8 +126,8 @@ async def test_every_route_wants_the_token(vllm_server):
     client = JsonClient("a wrong one")
     for method, path in (("POST", "/pause"), ("GET", "/v1/models"), ("POST", "/collective_rpc"), ("GET", "/weight_info")):
         with pytest.raises(Exception, match="answered 401: Unauthorized"):
-            await client.ask(method, vllm_server.url + path, limit_s=30)
-    assert await client.ask("GET", vllm_server.url + "/health", limit_s=30) is None
+            await client.ask(method, vllm_server.url + path, limit_s=PATIENCE_S)
+    assert await client.ask("GET", vllm_server.url + "/health", limit_s=PATIENCE_S) is None
     await client.close()
 
 
@@ -339,7 +340,7 @@ async def test_a_head_on_old_weights_is_found_by_checksums_and_by_log_probabilit
     with pytest.raises(
         WeightMismatchError, match=r"differ from the trainer's by .* on average, more than weight_sync\.max_mismatch"
     ):
-        await probe.check(client, stale_head.url, 0, limit_s=60)
+        await probe.check(client, stale_head.url, 0, limit_s=PATIENCE_S)
     await client.close()
 
 
@@ -348,7 +349,7 @@ async def test_a_probe_lets_the_right_weights_pass(trained, vllm_server):
     await bridge.push(0)
     client = JsonClient(TOKEN)
     probe = Probe(score=partial(logprobs_of, model), limit=0.3, vocab_size=24)
-    assert await probe.check(client, vllm_server.url, 0, limit_s=60) < 1e-4
+    assert await probe.check(client, vllm_server.url, 0, limit_s=PATIENCE_S) < 1e-4
     await client.close()
 
 
@@ -391,8 +392,8 @@ async def test_servers_start_anew_from_saved_weights(vllm_server, tmp_path):
     await bridge.push(0)
     assert vllm_server.process.pid == second, "it serves that version already"
     again = RestartBridge(
-        [vllm_server.url], [control], model.state_dict, lambda folder: None, tmp_path / "other", verify_every=1, deadline_s=60,
-        token=TOKEN,
+        [vllm_server.url], [control], model.state_dict, lambda folder: None, tmp_path / "other", verify_every=1,
+        deadline_s=PATIENCE_S, token=TOKEN,
     )  # fmt: skip
     await again.push(4)
     assert vllm_server.process.pid == second, "a run that finds its own weights there only gives them its version"
@@ -400,7 +401,7 @@ async def test_servers_start_anew_from_saved_weights(vllm_server, tmp_path):
         await engine.generate((0, 7), asking())
     client = JsonClient("a wrong one")
     with pytest.raises(Exception, match="answered 401"):
-        await client.ask("POST", f"{control}/restart", {"model": str(tmp_path), "version": "1"}, limit_s=30)
+        await client.ask("POST", f"{control}/restart", {"model": str(tmp_path), "version": "1"}, limit_s=PATIENCE_S)
     await client.close()
     await bridge.close()
     assert not (tmp_path / "weights").exists()

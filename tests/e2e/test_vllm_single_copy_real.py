@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from parts.patience import PATIENCE_S
 from parts.vllm_served import TOKEN, VllmServed, logprobs_of, needs_vllm, scores, tiny
 from polyturn.errors import DeadlineError, EngineError, WeightMismatchError, WeightSyncError
 from polyturn.processes.descendants import all_pids
@@ -49,7 +50,7 @@ class Shared:
         self.server = server
         self.engine = server.client()
         probe = Probe(score=lambda prompt, ids: logprobs_of(model, prompt, ids).tolist(), limit=0.3, vocab_size=24)
-        usual = {"verify_every": 1, "deadline_s": 60.0, "token": TOKEN, "probe": probe}
+        usual = {"verify_every": 1, "deadline_s": PATIENCE_S, "token": TOKEN, "probe": probe}
         usual |= {"on_confirmed": self.engine.confirmed} | options
         self.shared = SharedModel(model)
         self.bridge = SingleCopyServerBridge([server.url], self.shared, **usual)
@@ -182,7 +183,7 @@ async def test_what_does_not_fit_is_refused_and_the_server_answers_on(server):
             (missing, r"20 of the engine's 21 tensors; missing: \['model\.norm\.weight'\]"),
             (tiny(26).bfloat16(), r"bfloat16 on cpu in the trainer and torch\.float32 on cpu"),
         ):
-            other = SingleCopyServerBridge([server.url], SharedModel(model), verify_every=1, deadline_s=60.0, token=TOKEN)
+            other = SingleCopyServerBridge([server.url], SharedModel(model), verify_every=1, deadline_s=PATIENCE_S, token=TOKEN)
             with pytest.raises(WeightSyncError, match=said):
                 await other.push(1)
             await other.close()
@@ -190,7 +191,9 @@ async def test_what_does_not_fit_is_refused_and_the_server_answers_on(server):
 
 
 async def test_a_server_that_packs_its_weights_is_refused(vllm_server):
-    bridge = SingleCopyServerBridge([vllm_server.url], SharedModel(tiny(27)), verify_every=1, deadline_s=60.0, token=TOKEN)
+    bridge = SingleCopyServerBridge(
+        [vllm_server.url], SharedModel(tiny(27)), verify_every=1, deadline_s=PATIENCE_S, token=TOKEN
+    )
     with pytest.raises(WeightSyncError, match=r"vLLM keeps \d+ tensors in a form of its own.*: model\.layers|lm_head"):
         await bridge.push(1)
     await bridge.close()

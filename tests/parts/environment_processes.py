@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parts.patience import PATIENCE_S
 from polyturn.environments.base import Environment
 from polyturn.environments.calls import call
 from polyturn.environments.remote import EnvironmentServer, RemoteEnvironment
@@ -21,7 +22,6 @@ from polyturn.processes.role import read_address, role_environment
 
 TESTS = Path(__file__).parents[1]
 TOKEN = "a token for tests"
-PATIENCE_S = 60.0
 
 
 @contextlib.contextmanager

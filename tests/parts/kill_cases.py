@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 
 from parts.kills import comparable, files_of, metrics_of
+from parts.patience import PATIENCE_S
 from parts.runs import RECIPE, child_environment
 from parts.stub_runs import eventually
 from polyturn.storage.retention import stored_steps
 from polyturn.storage.stores import LocalStore
 
 RUN = ["engine.deterministic=true", "checkpoint.every.disk=1", "evaluation.episodes=0"]
-END_S = 240.0
 LONGEST_WAIT_S = 1.5
 """From a step to the kill: a step takes some 0.03 s."""
 
@@ -44,7 +44,7 @@ class Cases:
             )
 
     def run(self, name: str, *words: str, through: tuple[str, ...] = ("-m", "polyturn")) -> int:
-        return self.start(name, *words, through=through).wait(END_S)
+        return self.start(name, *words, through=through).wait(PATIENCE_S)
 
     def of(self, name: str) -> Path:
         return self.folder / "runs" / name
@@ -76,7 +76,7 @@ class Cases:
             if killed < kills:
                 time.sleep(moments.uniform(0.0, LONGEST_WAIT_S))
                 run.kill()
-            if run.wait(END_S) == 0:
+            if run.wait(PATIENCE_S) == 0:
                 return killed
             assert run.returncode == -signal.SIGKILL, self.said(name)
             killed += 1

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from parts.patience import PATIENCE_S
 from parts.runs import RECIPE, child_environment, read_jsonl
 from parts.stub_runs import MARK, Ended, StubRun, eventually
 from polyturn.metrics.run_folder import RunFolder
 
 PROCESSES = ("engine.kind=hf_server", "trainer.num_ranks=2", "environment.num_processes=2")
 ROLES = ("environment-0", "environment-1", "engine-0", "trainer-agent", "trainer-0", "trainer-1")
-END_S = 120.0
 
 
 class LiveRun(StubRun):
@@ -53,7 +53,7 @@ class LiveRun(StubRun):
         eventually(lambda: len(self.steps) >= 2 or self.process.poll() is not None, "the second step")
         assert self.process.poll() is None, self.err
 
-    def end(self, limit_s: float = END_S) -> Ended:
+    def end(self, limit_s: float = PATIENCE_S) -> Ended:
         code = self.process.wait(limit_s)
         self.assert_nothing_left()
         return Ended(code, self.out, self.err)

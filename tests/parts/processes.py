@@ -6,7 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
-PATIENCE_S = 30.0
+from parts.patience import PATIENCE_S
 
 
 def descendants(pid: int) -> set[int]:

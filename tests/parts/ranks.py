@@ -9,6 +9,7 @@ import time
 
 import torch
 
+from parts.patience import PATIENCE_S
 from polyturn.errors import RankError
 from polyturn.trainer.ranks import ProcessRanks
 
@@ -59,7 +60,7 @@ SCENES = {scene.__name__: scene for scene in (talk, lose_a_rank, stop_a_rank, si
 
 if __name__ == "__main__":
     try:
-        joined = ProcessRanks.join(deadline_s=DEADLINE_S, start_deadline_s=60)
+        joined = ProcessRanks.join(deadline_s=DEADLINE_S, start_deadline_s=PATIENCE_S)
         print(SCENES[sys.argv[1]](joined), flush=True)
         joined.leave()
     except RankError as lost:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from parts.models import largest_gap, tiny_model
+from parts.patience import PATIENCE_S
 from parts.samples import loss_options, packed, random_samples, trainer_settings
 from parts.shard_cases import CASES, CUT_CASES, KERNEL_CASES, LAYER_CASES, LONGROPE, batches
 from polyturn.checkpoint.arena import whole_tensor
@@ -412,7 +413,7 @@ ALL = (
 SCENES = {scene.__name__: scene for scene in ALL}
 
 if __name__ == "__main__":
-    joined = ProcessRanks.join(deadline_s=60, start_deadline_s=120)
+    joined = ProcessRanks.join(deadline_s=60, start_deadline_s=PATIENCE_S)
     print(json.dumps(SCENES[sys.argv[1]](joined, *arguments(sys.argv[2:]))), flush=True)
     joined.leave()
     os._exit(0)

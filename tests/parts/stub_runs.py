@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
+from parts.patience import PATIENCE_S
 from polyturn.metrics.run_folder import RunFolder
 from polyturn.processes.heartbeat import read_heartbeat
 
-PATIENCE_S = 60.0
 MARK = "POLYTURN_TEST_MARK"
 HERE = Path(__file__).parent
 PATIENCE = {"silence_s": 30.0, "stop_grace_s": 10.0, "save_s": 30.0, "settle_s": 0.2, "look_s": 0.05, "sweep_s": 0.1}
@@ -56,7 +56,14 @@ def runs(pid: int) -> bool:
 def stub(name: str, *actions: str, needs: tuple[str, ...] = (), members: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
     """A role that does what `actions` say (see `parts.stub_role`)."""
     argv = [sys.executable, "-I", "-S", str(HERE / "stub_role.py"), name, *actions]
-    return {"name": name, "argv": argv, "environment": {}, "start_deadline_s": 60.0, "needs": needs, "members": members} | more
+    return {
+        "name": name,
+        "argv": argv,
+        "environment": {},
+        "start_deadline_s": PATIENCE_S,
+        "needs": needs,
+        "members": members,
+    } | more
 
 
 def engine(number: int = 0, *actions: str, **more: Any) -> dict[str, Any]:

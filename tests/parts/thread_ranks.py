@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from parts.patience import PATIENCE_S
 from polyturn.errors import RankError
 
-WAIT_S = 60.0
 Result = TypeVar("Result")
 
 
@@ -21,7 +21,7 @@ class _Meeting:
     """Where the threads lay down what they bring, and read what all have brought."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=WAIT_S)
+        self.barrier = threading.Barrier(size, timeout=PATIENCE_S)
         self.slots: list[Any] = [None] * size
         self.words: list[queue.Queue[tuple[str, bytes]]] = [queue.Queue() for _ in range(size)]
 
@@ -63,7 +63,7 @@ class ThreadRanks:
         yield
 
     def hear(self) -> tuple[str, bytes]:
-        return self._meeting.words[self.rank].get(timeout=WAIT_S)
+        return self._meeting.words[self.rank].get(timeout=PATIENCE_S)
 
     def leave(self) -> None:
         """Threads just end."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from parts.patience import PATIENCE_S
 from parts.vllm_served import CONTEXT, scores
 from polyturn.engine.vllm import VllmEngine
 from polyturn.engine.vllm_core import VllmSettings
@@ -30,7 +31,7 @@ def vllm_here(folder: Path, model: Any, **options: Any) -> VllmEngine:
 
 
 def copies_to(engine: VllmEngine, model: Any) -> InProcessBridge:
-    return InProcessBridge(model.state_dict, engine, verify_every=1, deadline_s=60)
+    return InProcessBridge(model.state_dict, engine, verify_every=1, deadline_s=PATIENCE_S)
 
 
 class PushedHere:

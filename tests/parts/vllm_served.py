@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from parts.patience import PATIENCE_S
 from polyturn.config.schema import Recipe
 from polyturn.engine.http import HttpEngine
 from polyturn.engine.vllm_arguments import server_arguments, server_environment
@@ -108,15 +109,15 @@ class VllmServed:
     async def ask(self, method: str, path: str, body: object = None) -> Any:
         client = JsonClient(TOKEN)
         try:
-            return await client.ask(method, self.url + path, body, limit_s=60)
+            return await client.ask(method, self.url + path, body, limit_s=PATIENCE_S)
         finally:
             await client.close()
 
     def client(self) -> HttpEngine:
-        return HttpEngine([self.url], token=TOKEN, start_deadline_s=60, request_deadline_s=60)
+        return HttpEngine([self.url], token=TOKEN, start_deadline_s=PATIENCE_S, request_deadline_s=PATIENCE_S)
 
     def bridge(self, model: Any, engine: HttpEngine | None = None, **options: Any) -> NcclBridge:
-        usual: dict[str, Any] = {"verify_every": 1, "deadline_s": 60.0, "token": TOKEN, "bucket_bytes": 100_000}
+        usual: dict[str, Any] = {"verify_every": 1, "deadline_s": PATIENCE_S, "token": TOKEN, "bucket_bytes": 100_000}
         confirmed = None if engine is None else engine.confirmed
         return NcclBridge([self.url], WholeWeights(model.state_dict), on_confirmed=confirmed, **(usual | options))
 

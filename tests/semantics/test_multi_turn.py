@@ -60,6 +60,7 @@ from pathlib import Path
 
 import pytest
 
+from parts.patience import PATIENCE_S
 from polyturn.advantages.registry import build_estimator
 from polyturn.engine.scripted import ScriptedEngine
 from polyturn.environments.base import StepResult
@@ -317,7 +318,7 @@ async def test_13_a_coroutine_that_never_returns(method, patient_with_others):
 async def test_14_a_blocking_tool_that_never_returns(patient_with_others):
     release = threading.Event()
     finished = []
-    environment = BlockingTalk({"step": lambda *arguments: release.wait(60)})
+    environment = BlockingTalk({"step": lambda *arguments: release.wait(PATIENCE_S)})
     try:
         chosen = player(environment, says(talk_renderer(), "answer(red)"), tool_deadline_s=SHORT_S)
         group = await play_group(chosen, on_done=finished.append)
@@ -349,7 +350,7 @@ def test_15_a_tool_that_hangs_does_not_hold_up_the_exit():
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": paths},
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert run.returncode == 0, run.stderr
     # The thread is still there when the interpreter is about to end.

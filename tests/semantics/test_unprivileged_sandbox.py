@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from parts.hostile import SECRET
+from parts.patience import PATIENCE_S
 from polyturn.sandbox import folders
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +29,7 @@ def interpreter() -> str | None:
     for path in (folders.interpreter(), "/usr/bin/python3", "/usr/local/bin/python3"):
         try:
             run = subprocess.run(
-                [path, "-c", VERSION], user=NOBODY, group=NOBODY, extra_groups=[], cwd="/", timeout=60, check=False
+                [path, "-c", VERSION], user=NOBODY, group=NOBODY, extra_groups=[], cwd="/", timeout=PATIENCE_S, check=False
             )
         except OSError:
             continue

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from parts.patience import PATIENCE_S
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -144,7 +146,7 @@ def test_whatever_is_public_has_a_docstring(path):
 def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a make target with little more than a PATH, so that the caller's settings don't leak in."""
     clean = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")} | environment
-    return subprocess.run(["make", *arguments], capture_output=True, text=True, cwd=ROOT, env=clean, timeout=60)
+    return subprocess.run(["make", *arguments], capture_output=True, text=True, cwd=ROOT, env=clean, timeout=PATIENCE_S)
 
 
 def test_make_lists_its_targets():
@@ -176,7 +178,7 @@ def test_ci_stops_with_a_sentence_without_data(tmp_path):
     script = tmp_path / "checkout" / ".ci" / "run"
     script.parent.mkdir(parents=True)
     script.write_text((ROOT / ".ci" / "run").read_text(encoding="utf-8"))
-    run = subprocess.run(["bash", script], capture_output=True, text=True, env={"PATH": os.environ["PATH"]}, timeout=30)
+    run = subprocess.run(["bash", script], capture_output=True, text=True, env={"PATH": os.environ["PATH"]}, timeout=PATIENCE_S)
     assert run.returncode == 2
     assert run.stderr == "ci: POLYTURN_DATA is unset and ../shared/data is not there; set it to the folder with the test data\n"
     assert os.access(ROOT / ".ci" / "run", os.X_OK)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parts.patience import PATIENCE_S
 from polyturn.errors import DataError
 from polyturn.programs import (
     MOST_CHARACTERS,
@@ -175,5 +176,7 @@ for thread in threads:
 
 def test_programs_parsed_side_by_side_say_nothing():
     r"""Python warns of "\w", where warnings are errors it is one; the filter for that belongs to the whole process."""
-    ended = subprocess.run([sys.executable, "-W", "error", "-c", SIDE_BY_SIDE], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SIDE_BY_SIDE], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert (ended.returncode, ended.stderr) == (0, "")

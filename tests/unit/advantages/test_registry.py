@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from parts.patience import PATIENCE_S
 from polyturn.advantages import ESTIMATORS, Estimator, build_estimator
 from polyturn.advantages.turn_rtg import TurnRtg
 from polyturn.errors import ConfigError
 
 USER_MODULE = """
 from __future__ import annotations
+
 from dataclasses import dataclass
 from polyturn.advantages import GroupAdvantages
 
@@ -44,7 +46,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_credit_needs_no_torch() -> None:
     code = "import sys, polyturn.advantages; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

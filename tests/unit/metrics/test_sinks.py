@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from parts.patience import PATIENCE_S
 from polyturn.errors import ResourceError
 from polyturn.metrics.names import STABLE_LINE
 from polyturn.metrics.sinks import ConsoleSink, JsonlSink, MetricsLog, ProgressSink, four_digits
@@ -114,7 +115,7 @@ def test_a_reader_that_leaves_does_not_end_the_run():
     run.stdout.close()
     assert "survived" in run.stderr.read()
     run.stderr.close()
-    run.wait(timeout=20)
+    run.wait(timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_progress_draws_on_a_terminal_and_leaves_stdout_alone():
     reader, writer = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
     run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=writer, text=True, env=environment)
-    out, _ = run.communicate(timeout=30)
+    out, _ = run.communicate(timeout=PATIENCE_S)
     os.close(writer)
     drawn = b""
     try:

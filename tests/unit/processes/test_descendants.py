@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from parts.patience import PATIENCE_S
 from polyturn.processes.descendants import HAS_PROC, Process, descendants, process, send
 
 SOURCE = str(Path(__file__).parents[3] / "src")
@@ -22,7 +23,7 @@ def run(code: str) -> str:
     head = "import os, signal, subprocess, sys, time\nfrom polyturn.processes.descendants import *\n"
     head += "from polyturn.processes.parents import become_subreaper\n"
     argv = [sys.executable, "-c", head + textwrap.dedent(code)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": SOURCE})
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S, env=os.environ | {"PYTHONPATH": SOURCE})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -112,7 +113,7 @@ def test_a_signal_never_hits_a_later_process_of_the_same_number():
         send(Process(found.pid, found.parent, found.state, found.started - 1), signal.SIGKILL)
         assert child.poll() is None
         send(found, signal.SIGKILL)
-        assert child.wait(30) == -signal.SIGKILL
+        assert child.wait(PATIENCE_S) == -signal.SIGKILL
         send(found, signal.SIGKILL)
         assert process(child.pid) is None
     finally:

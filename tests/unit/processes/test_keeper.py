@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from parts.patience import PATIENCE_S
 from parts.stub_runs import eventually, runs
 from polyturn.processes.keeper import keep
 
@@ -45,7 +46,7 @@ class Kept:
 
     def end(self):
         out, err = self.keeper.stdout.read(), self.keeper.stderr.read()
-        self.keeper.wait(60)
+        self.keeper.wait(PATIENCE_S)
         self.close()
         eventually(lambda: not runs(self.child), "the end of the child")
         assert not Path(self.scratch).exists()

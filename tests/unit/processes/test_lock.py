@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from parts.patience import PATIENCE_S
 from polyturn.errors import ResourceError
 from polyturn.processes.lock import FileLock
 
@@ -26,7 +27,7 @@ def test_a_child_that_was_given_it_holds_it_too(tmp_path):
             FileLock(tmp_path / "lock", "the folder", wait_s=0.05)
     finally:
         child.kill()
-        child.wait(30)
+        child.wait(PATIENCE_S)
         assert child.stdin is not None
         child.stdin.close()
     FileLock(tmp_path / "lock", "the folder", wait_s=30.0).close()

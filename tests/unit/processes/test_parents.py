@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from parts.patience import PATIENCE_S
 from parts.stub_runs import eventually, runs
 
 CHILD = """
@@ -59,7 +60,7 @@ def test_nobody_outlives_a_parent_that_is_killed(how):
 def test_a_parent_that_is_gone_already():
     code = "import signal; from polyturn.processes.parents import die_with_parent; die_with_parent(signal.SIGTERM, 1 << 22)"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3] / "src")}
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, env=environment).returncode == -signal.SIGTERM
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S, env=environment).returncode == -signal.SIGTERM
 
 
 def test_nobody_says_who_the_starter_is(monkeypatch):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from parts.patience import PATIENCE_S
 from polyturn.processes.endings import ending_words, read_ending, write_ending
 from polyturn.processes.shared_memory import SharedMemory
 from polyturn.processes.starting import free_port, start_process
@@ -22,7 +23,7 @@ def test_a_session_of_its_own_and_all_output_in_one_file(tmp_path):
     )
     code += "; print('error', file=sys.stderr)"
     child = start_process([sys.executable, "-I", "-S", "-c", code], {"ONLY": "this"}, log)
-    assert child.wait(60) == 0
+    assert child.wait(PATIENCE_S) == 0
     assert log.read_text() == "before\nTrue this True\nerror\n"
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from parts.patience import PATIENCE_S
 from polyturn.errors import DeadlineError
 from polyturn.processes import threads
 from polyturn.processes.deadlines import deadline
@@ -63,7 +64,7 @@ async def test_a_call_that_never_returns_is_left_alone():
     release, ended = threading.Event(), threading.Event()
 
     def hang():
-        release.wait(30)
+        release.wait(PATIENCE_S)
         ended.set()
 
     with pytest.raises(DeadlineError, match="the call"):
@@ -80,7 +81,7 @@ async def test_an_error_after_the_deadline_finds_nobody():
     release, raised = threading.Event(), threading.Event()
 
     def hang():
-        release.wait(30)
+        release.wait(PATIENCE_S)
         raised.set()
         raise ValueError("too late")
 
@@ -97,7 +98,7 @@ def test_a_loop_that_is_closed_meanwhile_is_no_error():
     release = threading.Event()
 
     def hang_meanwhile():
-        release.wait(30)
+        release.wait(PATIENCE_S)
 
     async def give_up():
         with pytest.raises(DeadlineError):
@@ -195,7 +196,7 @@ def asyncio_in_a_new_thread() -> int:
     found = []
     thread = threading.Thread(target=lambda: found.append(asyncio.run(in_thread_within(20, "a call", lambda: 7))))
     thread.start()
-    thread.join(30)
+    thread.join(PATIENCE_S)
     return found[0] if found else 1
 
 
@@ -203,7 +204,7 @@ async def test_a_call_that_was_given_up_on_is_known_until_it_comes_back():
     release = threading.Event()
 
     def given_up_on():
-        release.wait(30)
+        release.wait(PATIENCE_S)
 
     with pytest.raises(DeadlineError):
         async with deadline(0.05, "the call"):
@@ -218,7 +219,7 @@ async def test_a_call_whose_thread_has_not_come_to_it_counts_as_well(monkeypatch
     may_run, run = threading.Event(), threads._Worker._run
 
     def late(worker):
-        may_run.wait(60.0)
+        may_run.wait(PATIENCE_S)
         run(worker)
 
     def never_begun():
@@ -278,13 +279,13 @@ async def test_calls_that_are_quick_and_too_many_get_more_threads(monkeypatch):
     """A tool that takes its time outside the interpreter would otherwise have one core."""
     monkeypatch.setattr(threads, "QUICK_S", 30.0)
     monkeypatch.setattr(threads, "_idle", deque())
-    met = threading.Barrier(4, timeout=30)
+    met = threading.Barrier(4, timeout=PATIENCE_S)
     assert sorted(await asyncio.gather(*(in_thread(met.wait) for _ in range(4)))) == [0, 1, 2, 3]
 
 
 async def test_calls_behind_one_that_hangs_get_threads_of_their_own():
     """All of them, though no call comes after them."""
-    release, others = threading.Event(), threading.Barrier(20, timeout=30)
+    release, others = threading.Event(), threading.Barrier(20, timeout=PATIENCE_S)
     hanging = asyncio.create_task(in_thread(release.wait, 30))
     waiting = [asyncio.create_task(in_thread(others.wait)) for _ in range(20)]
     assert sorted(await asyncio.gather(*waiting)) == list(range(20))
@@ -300,7 +301,7 @@ async def test_a_call_from_another_loop_gets_past_one_that_hangs():
     async def hang_and_block():
         hanging = asyncio.create_task(in_thread(release.wait, 30))
         await asyncio.sleep(0)
-        release.wait(30)  # in the loop
+        release.wait(PATIENCE_S)  # in the loop
         assert await hanging
 
     thread = threading.Thread(target=asyncio.run, args=(hang_and_block(),))
@@ -332,5 +333,5 @@ def test_every_call_comes_back_whoever_takes_it():
     for loop in loops:
         loop.start()
     for loop in loops:
-        loop.join(60)
+        loop.join(PATIENCE_S)
     assert sorted(ran) == list(range(1800))

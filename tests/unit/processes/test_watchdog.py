@@ -6,6 +6,7 @@ import sys
 import textwrap
 import time
 
+from parts.patience import PATIENCE_S
 from polyturn.processes.watchdog import LoopWatchdog
 
 
@@ -42,7 +43,7 @@ def test_by_default_it_ends_the_process_with_exit_code_3():
                 time.sleep(60)
         asyncio.run(main())
     """)
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
     assert run.returncode == 3
     assert run.stderr.startswith("polyturn: error: the event loop has stood still")
     assert "Traceback" not in run.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from parts.checkpoints import RUN
+from parts.patience import PATIENCE_S
 from parts.publisher import big_content
 from parts.s3 import BUCKET
 from polyturn.storage.stores import open_store
@@ -27,7 +28,7 @@ def seed_of_the_commit() -> int:
     said = os.environ.get("POLYTURN_KILL_SEED")
     if said:
         return int(said)
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     return zlib.crc32(head.stdout.encode())
 
 
@@ -49,7 +50,7 @@ def publish_until_killed(work: Path, first: int, places: dict[str, str], delay_s
         word, step, name = line.split(" ", 2)
         assert word == "published", line
         promised[name.strip()] = int(step)
-    assert process.wait(60) == -9
+    assert process.wait(PATIENCE_S) == -9
     timer.cancel()
     process.stdout.close()
     assert promised, "the publisher promised nothing"

@@ -18,6 +18,7 @@ import pytest
 
 from parts.checkpoints import RUN, holds, make
 from parts.memory_tier import memory_tier
+from parts.patience import PATIENCE_S
 from polyturn.cli.main import main
 from polyturn.errors import ConfigError, ResourceError, StorageError
 from polyturn.storage.memory_tier.server import MemoryTierServer
@@ -31,7 +32,7 @@ SECRET = Access(token="secret")
 
 def ask(url: str, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
     place = urlsplit(url)
-    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=60)
+    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=PATIENCE_S)
     try:
         connection.request(method, path, body, {"Authorization": "Bearer secret", **headers})
         answer = connection.getresponse()
@@ -170,10 +171,10 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
         assert line == f"memory tier: {url} (this machine only), files in {tmp_path / 'root'}\n"
         assert open_store(url, SECRET).put_if_absent(b"x", "run/a")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE_S) == 0
     finally:
         process.kill()
-        process.wait(60)
+        process.wait(PATIENCE_S)
         process.stdout.close()
     assert (tmp_path / "root" / "run" / "a").read_bytes() == b"x"
 

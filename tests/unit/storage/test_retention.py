@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parts.checkpoints import RUN, holds, make
+from parts.patience import PATIENCE_S
 from polyturn.storage import leases
 from polyturn.storage.leases import leased, readers
 from polyturn.storage.manifest import MANIFEST, Place, step_name, verify
@@ -175,7 +176,7 @@ def test_readers_and_a_pruner_at_once(store, tmp_path):
     for thread in threads:
         thread.start()
     for thread in [*threads, pruner]:
-        thread.join(120)
+        thread.join(PATIENCE_S)
     assert wrong == []
     assert 8 in got
     assert 8 in steps(store)

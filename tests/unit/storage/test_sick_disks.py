@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from parts.patience import PATIENCE_S
+
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import json, subprocess, sys
@@ -58,7 +60,7 @@ def can_mount(tmp_path: Path) -> bool:
         return False
     (tmp_path / "probe").mkdir()
     mount = f"mount -t tmpfs none {tmp_path / 'probe'}"
-    return subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True, timeout=60).returncode == 0
+    return subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True, timeout=PATIENCE_S).returncode == 0
 
 
 def test_full_and_read_only_disks(tmp_path):
@@ -66,7 +68,7 @@ def test_full_and_read_only_disks(tmp_path):
         pytest.skip("this machine allows no mount namespaces")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), *sys.path])}
     command = ["unshare", "-rm", sys.executable, "-c", SCRIPT, str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
     assert run.returncode == 0, run.stderr
     results = json.loads(run.stdout)
     assert [ok for _, ok, _ in results["fits"]] == [True, True]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from parts.patience import PATIENCE_S
 from parts.runs import child_environment
 from parts.stub_runs import eventually, runs
 from polyturn.metrics.run_folder import RunFolder
@@ -67,7 +68,7 @@ class Agent:
         return [int(path.read_text().split()[2]) for path in self.said]
 
     def end(self) -> tuple[int, str]:
-        _, err = self.process.communicate(timeout=100)
+        _, err = self.process.communicate(timeout=PATIENCE_S)
         for path in self.said:
             if path.exists():
                 eventually(lambda path=path: not runs(int(path.read_text().split()[2])), "the end of a rank")

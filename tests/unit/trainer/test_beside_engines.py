@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from parts.models import same_bits, snapshot, tiny_model
+from parts.patience import PATIENCE_S
 from parts.samples import on_policy, packed, random_samples, trainer_settings
 from parts.thread_ranks import on_ranks
 from parts.vllm_stub import SharingStub
@@ -117,7 +118,7 @@ def test_two_ranks_train_on_the_memory_of_two_servers(given):
         for server in servers:
             await server.start()
         bridge = SingleCopyServerBridge(
-            [server.url for server in servers], trainer.beside_engines, verify_every=1, deadline_s=60.0
+            [server.url for server in servers], trainer.beside_engines, verify_every=1, deadline_s=PATIENCE_S
         )
         await bridge.push(0)
         for version, batches in enumerate(steps, 1):

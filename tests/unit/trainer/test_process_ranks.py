@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from parts.patience import PATIENCE_S
 from parts.runs import child_environment, run_python
 
 pytestmark = pytest.mark.real
@@ -30,7 +31,7 @@ def play(scene: str, size: int, *, waited_for: tuple[int, ...]) -> list[str]:
         for rank in range(size)
     ]
     try:
-        return [ranks[rank].communicate(timeout=120)[0].strip() for rank in waited_for]
+        return [ranks[rank].communicate(timeout=PATIENCE_S)[0].strip() for rank in waited_for]
     finally:
         for rank in ranks:
             rank.kill()

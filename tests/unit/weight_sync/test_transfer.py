@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parts.patience import PATIENCE_S
 from polyturn.errors import WeightSyncError
 from polyturn.weight_sync.base import WholeWeights, checksum
 from polyturn.weight_sync.transfer import (
@@ -151,7 +152,7 @@ def groups(size: int, timeout_s: float = 30.0) -> list[TransferGroup]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE_S)
     return [joined[rank] for rank in range(size)]
 
 
@@ -190,7 +191,7 @@ async def test_every_member_receives_every_bit(bucket_bytes):
     source = WholeWeights(lambda: tensors)
     send(sender, source, shapes, bucket_bytes=bucket_bytes, until=until(), say=said.append, sums=sums)
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE_S)
     assert said[0] == "embed"
     for found in got:
         assert list(found) == list(tensors)
