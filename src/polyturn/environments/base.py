@@ -123,7 +123,10 @@ class Environment(ABC):
         return not self.reads_formats
 
     def tool_specs(self, task: Task) -> Sequence[ToolSpec]:
-        """Tools that the chat template announces to the model; none where the opening messages say what there is."""
+        """Tools that the chat template announces to the model; none where the opening messages say what there is.
+
+        Asked once for all siblings, after the first one's `setup`.
+        """
         return ()
 
     async def start(self) -> None:

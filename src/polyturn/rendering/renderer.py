@@ -11,6 +11,7 @@ can't be extended, and the full text starts a new one.
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import re
 from collections.abc import Mapping, Sequence
@@ -193,6 +194,12 @@ class Conversation:
     def context_ids(self) -> tuple[int, ...]:
         """Every id of the current sample, in order: what the model has read and said."""
         return tuple(self._ids)
+
+    def copy(self) -> Conversation:
+        """A conversation that goes on from here by itself."""
+        other = copy.copy(self)
+        other._messages, other._entries, other._ids = list(self._messages), list(self._entries), list(self._ids)
+        return other
 
     def add_messages(self, messages: Sequence[Message]) -> None:
         """Append what the environment or the user says."""

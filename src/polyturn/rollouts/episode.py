@@ -21,8 +21,9 @@ from polyturn.environments.calls import call, checked_outcome, checked_step
 from polyturn.errors import DeadlineError, EngineError, EnvironmentSetupError, PolyturnError, ResourceError, TrainingError
 from polyturn.processes.deadlines import deadline
 from polyturn.processes.tasks import leave_behind
-from polyturn.rendering.renderer import Conversation, Renderer
+from polyturn.rendering.renderer import Conversation, PromptDelta, Renderer
 from polyturn.rollouts.barrier import TurnBarrier
+from polyturn.rollouts.opening import Opened, Opening
 from polyturn.types import Completion, EndReason, SamplingParams, Task, Trajectory, Turn
 
 _log = logging.getLogger(__name__)
@@ -78,8 +79,10 @@ def request_seed(*parts: object) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-async def play(player: Player, task: Task, sibling: int, barrier: TurnBarrier | None = None) -> Trajectory:
-    """Play `task` once. Always returns a trajectory, faults included.
+async def play(
+    player: Player, task: Task, sibling: int, barrier: TurnBarrier | None = None, opening: Opening | None = None
+) -> Trajectory:
+    """Play `task` once; siblings share its `opening`. Always returns a trajectory, faults included.
 
     An environment that swallows its cancellation, so that its deadline passes without effect, loses the trajectory
     `STUCK_S` after the trajectory's own deadline; what is stuck is left behind.
@@ -87,7 +90,7 @@ async def play(player: Player, task: Task, sibling: int, barrier: TurnBarrier | 
     Raises:
         ResourceError, TrainingError: what must end the run.
     """
-    episode = _Episode(player, task, sibling, barrier)
+    episode = _Episode(player, task, sibling, barrier, opening or Opening())
     limits = player.limits
     playing = asyncio.create_task(_played(episode), name=f"trajectory {episode.name}")
     try:
@@ -142,11 +145,12 @@ async def _played(episode: _Episode) -> None:
 class _Episode:
     """The state of one trajectory under way."""
 
-    def __init__(self, player: Player, task: Task, sibling: int, barrier: TurnBarrier | None) -> None:
+    def __init__(self, player: Player, task: Task, sibling: int, barrier: TurnBarrier | None, opening: Opening) -> None:
         self.player = player
         self.task = task
         self.sibling = sibling
         self.barrier = barrier
+        self.opening = opening
         self.name = f"{task.id}/{sibling}"
         self.turns: list[Turn] = []
         self.end: EndReason = "fault"
@@ -162,16 +166,19 @@ class _Episode:
         environment = self.player.environment
         self.state = await self._ask("setup", environment.setup, self.task)
         self.opened = True
-        specs = await self._ask("tool_specs", environment.tool_specs, self.task)
-        conversation = self.player.renderer.open(self.task.messages, [spec.as_json() for spec in specs])
-        self.end = await self._turns(conversation)
+        self.end = await self._turns(*await self.opening.begin(self._open))
         self.outcome = await self._ask("rewards", environment.rewards, self.state, check=checked_outcome)
         self.success = bool(environment.succeeded(self.task, self.outcome))
 
-    async def _turns(self, conversation: Conversation) -> EndReason:
+    async def _open(self) -> Opened:
+        specs = await self._ask("tool_specs", self.player.environment.tool_specs, self.task)
+        conversation = self.player.renderer.open(self.task.messages, [spec.as_json() for spec in specs])
+        return conversation, conversation.prompt()
+
+    async def _turns(self, conversation: Conversation, first: PromptDelta) -> EndReason:
         limits = self.player.limits
         while len(self.turns) < limits.max_turns:
-            delta = conversation.prompt()
+            delta = conversation.prompt() if self.turns else first
             room = limits.max_trajectory_tokens - len(conversation.context_ids)
             if room < 1 and not self.turns:
                 raise Fault(
