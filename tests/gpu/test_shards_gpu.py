@@ -29,7 +29,7 @@ CUT = ("cut", "parallel=fsdp2", "context=2")
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_shared_beginnings_in_block_sparse_attention(compiled: bool):
+def test_shared_beginnings_in_the_kernel(compiled: bool):
     # Heads of 32: the kernels take no smaller ones.
     plain = tiny_model(hidden_size=128)
     samples = on_policy(everything(), plain, gap=0.3)
@@ -51,10 +51,12 @@ def test_shared_beginnings_in_block_sparse_attention(compiled: bool):
     assert far[1] < max(1.5 * far[0], 0.02), "no farther from float32 than separate samples"
 
 
-@pytest.mark.parametrize("window", [None, 6])
-def test_a_rank_s_chunks_in_the_kernel_and_with_a_mask(window: int | None):
+@pytest.mark.parametrize(("tree", "window"), [(False, None), (False, 6), (True, None)])
+def test_a_rank_s_chunks_in_the_kernel_and_with_a_mask(tree: bool, window: int | None):
     """The kernel must align the ends of fewer queries and more keys."""
     row = packed(random_samples(count=8), row_tokens=200).rows[0]
+    if tree:
+        row = pack(everything(), row_tokens=400, planned_trajectories=12, sharing=ALWAYS).rows[0]
     for size in (1, 2, 4):
         for number in range(size):
             part = own_part(row, GPU, Context(None, size, number)).part

@@ -8,14 +8,12 @@ or the model squashes its attention scores, transformers' SDPA with a block mask
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyturn.errors import ConfigError
-from polyturn.trainer.row import Tree
 
 _OURS = "polyturn_"
 VARLEN = f"{_OURS}varlen"
@@ -82,26 +80,30 @@ def varlen_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     longest: Tensor | None = None,
-    tree: Any = None,
+    seen: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    longest_key: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of one packed row, as transformers calls it; N query heads, M key heads, D their size.
 
-    `longest` is from `as_length`. Without `cu_seq_lens_q` the row is one sample; with `tree`, a block mask, it has segments
-    that follow others. Returns `[1, T, N, D]`.
+    Lengths are from `as_length`. Without `cu_seq_lens_q` the row is one sample. With `seen` it has segments that follow others:
+    keys are those at these places (see `trainer.tree`), with beginnings and a length of their own. Returns `[1, T, N, D]`.
     """
     assert dropout == 0.0, "the policy that is trained is the one that sampled: there is no dropout"
-    if tree is not None:
-        assert sliding_window is None, "a window counts places in the row"
-        return flexible(query_1NTD, key_1MTD, value_1MTD, tree, scaling), None
     query_TND, key_TMD, value_TMD = (states[0].transpose(0, 1) for states in (query_1NTD, key_1MTD, value_1MTD))
     length = query_TND.shape[0]
     if cu_seq_lens_q is None or longest is None:
         cu_seq_lens_q, most = torch.tensor([0, length], dtype=torch.int32, device=query_TND.device), length
     else:
         most = longest.shape[0]
-    starts = (cu_seq_lens_q, cu_seq_lens_q)
-    out_TND = causal_varlen(query_TND, key_TMD, value_TMD, starts, (most, most), scaling=scaling, window=sliding_window)
+    starts, lengths = (cu_seq_lens_q, cu_seq_lens_q), (most, most)
+    if seen is not None:
+        assert cu_seq_lens_k is not None, "keys of their own have beginnings of their own"
+        assert longest_key is not None
+        key_TMD, value_TMD = at_places(key_TMD, seen), at_places(value_TMD, seen)
+        starts, lengths = (cu_seq_lens_q, cu_seq_lens_k), (most, longest_key.shape[0])
+    out_TND = causal_varlen(query_TND, key_TMD, value_TMD, starts, lengths, scaling=scaling, window=sliding_window)
     return out_TND[None], None
 
 
@@ -129,41 +131,10 @@ def causal_varlen(
     return out_TND
 
 
-def flexible(query_1NTD: Tensor, key_1MUD: Tensor, value_1MUD: Tensor, mask: Any, scaling: float | None) -> Tensor:
-    """Attention under a block mask, `[1, T, N, D]`."""
-    groups = query_1NTD.shape[1] != key_1MUD.shape[1]
-    attend = _flex(query_1NTD.is_cuda)
-    out_1NTD: Tensor = attend(query_1NTD, key_1MUD, value_1MUD, block_mask=mask, scale=scaling, enable_gqa=groups)
-    return out_1NTD.transpose(1, 2)
-
-
-def block_mask(tree: Tree, own_t: Tensor | None = None) -> Any:
-    """Who sees whom, for kernels that skip whole blocks of pairs that don't count; queries are those at `own_t`, or all."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    segment_T, sees_SS, position_T = tree.segment_T, tree.sees_SS, tree.position_T
-    place_t = torch.arange(len(segment_T), device=segment_T.device) if own_t is None else own_t
-
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        place = place_t[query]
-        return sees_SS[segment_T[place], segment_T[key]] & (position_T[place] >= position_T[key])
-
-    device = segment_T.device
-    return create_block_mask(sees, None, None, len(place_t), len(segment_T), device=str(device), _compile=device.type == "cuda")
-
-
-def _flex(compiled: bool) -> Callable[..., Any]:
-    """PyTorch's flexible attention; its kernels are made by the compiler, and without it every pair is computed."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    if not compiled:
-        return flex_attention
-    if not _FLEX:
-        _FLEX.append(torch.compile(flex_attention))
-    return _FLEX[0]
-
-
-_FLEX: list[Callable[..., Any]] = []
+def at_places(states_TMD: Tensor, index_U: Tensor) -> Tensor:
+    """Keys or values laid out anew, `[U, M, D]`. What many saw gets the sum of their gradients, summed in float32 at least."""
+    exact = torch.promote_types(states_TMD.dtype, torch.float32)
+    return states_TMD.to(exact).index_select(0, index_U).to(states_TMD.dtype)
 
 
 def _available() -> bool:

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyturn.trainer.attention import block_mask
-from polyturn.trainer.row import RowTensors, Tree, to_device, to_tensors
+from polyturn.trainer.device import to_device
+from polyturn.trainer.row import RowTensors, to_tensors
+from polyturn.trainer.tree import Tree, tree_tensors
 from polyturn.types import PackedRow
 
 
@@ -58,6 +59,7 @@ class Part:
     segment_T: Tensor
     chunks: tuple[Chunk, ...]
     tree: Tree | None = None
+    """Of the whole row; `seen` are the keys of this rank's tokens."""
     _masks: dict[Any, Any] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor:
@@ -66,13 +68,6 @@ class Part:
             self._masks[window] = self._mask(window)[None, None]
         found: Tensor = self._masks[window]
         return found
-
-    def block_mask(self) -> Any:
-        """The same for flexible attention, of a row whose segments follow others."""
-        assert self.tree is not None
-        if "blocks" not in self._masks:
-            self._masks["blocks"] = block_mask(self.tree, self.own_t)
-        return self._masks["blocks"]
 
     def _mask(self, window: int | None) -> Tensor:
         own_t = self.own_t
@@ -124,7 +119,8 @@ def own_tokens(length: int, context: Context) -> np.ndarray[Any, np.dtype[np.int
 
 def own_part(row: PackedRow, device: torch.device, context: Context) -> RowTensors:
     """The tensors of this rank's tokens of `row` and of the trained ones that they predict; `own_N` says which those are."""
-    whole = to_tensors(filled_up(row, 2 * context.size), torch.device("cpu"))
+    row = filled_up(row, 2 * context.size)
+    whole = to_tensors(row, torch.device("cpu"))
     own = own_tokens(len(whole.input_ids_T), context)
     place_of = np.full(len(whole.input_ids_T), -1, dtype=np.int64)
     place_of[own] = np.arange(len(own))
@@ -144,7 +140,7 @@ def own_part(row: PackedRow, device: torch.device, context: Context) -> RowTenso
         own_N=to_device(mine, device),
         cu_seqlens_S=to_device(whole.cu_seqlens_S.numpy(), device),
         tree=None,
-        part=_part(whole, own, device, context),
+        part=_part(row, own, device, context),
     )
 
 
@@ -175,17 +171,15 @@ def filled_up(row: PackedRow, multiple: int) -> PackedRow:
     return replace(row, **padding, cu_seqlens=ends, parents=parents)
 
 
-def _part(whole: RowTensors, own: np.ndarray[Any, np.dtype[np.int64]], device: torch.device, context: Context) -> Part:
-    starts = whole.cu_seqlens_S.numpy().astype(np.int64)
+def _part(row: PackedRow, own: np.ndarray[Any, np.dtype[np.int64]], device: torch.device, context: Context) -> Part:
+    starts, half = row.cu_seqlens, len(own) // 2
     segments = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    tree = whole.tree
-    half = len(own) // 2
     return Part(
         context=context,
         own_t=to_device(own, device),
         segment_T=to_device(segments, device),
         chunks=tuple(_chunk(starts, int(own[at]), slice(at, at + half), device) for at in (0, half)),
-        tree=None if tree is None else Tree(*(tensor.to(device) for tensor in (tree.segment_T, tree.sees_SS, tree.position_T))),
+        tree=tree_tensors(row, device, [(int(own[at]), int(own[at]) + half) for at in (0, half)]),
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from polyturn.errors import ModelError
-from polyturn.trainer.attention import VARLEN, causal_varlen, flexible
+from polyturn.trainer.attention import VARLEN, at_places, causal_varlen
 from polyturn.trainer.context import Context, Part, alone, own_part
 from polyturn.trainer.row import RowTensors, to_tensors
 from polyturn.trainer.scorer import Scorer
@@ -152,11 +152,13 @@ def masked(
 def by_samples(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Without one, `[1, t, N, D]`: each chunk by the samples in it; by a block mask where segments follow others."""
-    if part.tree is not None:
-        assert window is None, "a window counts places in the row"
-        return flexible(query, key, value, part.block_mask(), scaling)
+    """Without one, `[1, t, N, D]`: each chunk by the samples in it, or by its segments where they follow others."""
     query_tND, key_TMD, value_TMD = (states[0].transpose(0, 1) for states in (query, key, value))
+    if part.tree is not None:
+        seen = part.tree.seen
+        starts, longest = (seen.cu_queries, seen.cu_keys), (seen.longest_query, seen.longest_key)
+        keys, values = (at_places(states, seen.index_U) for states in (key_TMD, value_TMD))
+        return causal_varlen(query_tND, keys, values, starts, longest, scaling=scaling, window=window)[None]
     parts = [
         causal_varlen(
             query_tND[chunk.queries],

@@ -12,24 +12,9 @@ from typing import Any, overload
 import numpy as np
 import torch
 
+from polyturn.trainer.device import to_device
+from polyturn.trainer.tree import Tree, tree_tensors
 from polyturn.types import PackedRow
-
-
-@dataclass(frozen=True, slots=True)
-class Tree:
-    """`segment_T` is each token's segment, `sees_SS[a, b]` whether tokens of segment a see those of segment b."""
-
-    segment_T: torch.Tensor
-    sees_SS: torch.Tensor
-    position_T: torch.Tensor
-
-    def mask(self, own_t: torch.Tensor | None = None) -> torch.Tensor:
-        """`[1, 1, T, T]`, true where a token (the first T, or those at `own_t`) sees another."""
-        segment_t, position_t = self.segment_T, self.position_T
-        if own_t is not None:
-            segment_t, position_t = segment_t[own_t], position_t[own_t]
-        earlier_tT = position_t[:, None] >= self.position_T[None]
-        return (self.sees_SS[segment_t][:, self.segment_T] & earlier_tT)[None, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,18 +51,11 @@ def to_tensors(row: PackedRow, device: torch.device) -> RowTensors:
     """The tensors of `row`; `N` counts the tokens under its loss mask."""
     trained = np.flatnonzero(row.loss_mask)
     before = trained - 1
-    tree = None
     if len(row.parents):
         # What follows another segment is predicted by the end of that one.
         first = np.full(len(row.input_ids), -1, dtype=np.int64)
         first[row.cu_seqlens[:-1]] = np.where(row.parents >= 0, row.cu_seqlens[row.parents + 1] - 1, -1)
         before = np.where(first[trained] >= 0, first[trained], before)
-        sees = np.eye(len(row.parents), dtype=np.bool_)
-        for segment, parent in enumerate(row.parents):
-            if parent >= 0:
-                sees[segment] |= sees[parent]
-        segments = np.repeat(np.arange(len(row.parents)), np.diff(row.cu_seqlens))
-        tree = Tree(*(to_device(values, device) for values in (segments, sees, row.position_ids)))
 
     def tensor(values: Any) -> torch.Tensor:
         return to_device(values, device)
@@ -87,7 +65,7 @@ def to_tensors(row: PackedRow, device: torch.device) -> RowTensors:
         position_ids_T=tensor(row.position_ids),
         cu_seqlens_S=tensor(row.cu_seqlens.astype(np.int32)),
         longest=int(np.diff(row.cu_seqlens).max()),
-        tree=tree,
+        tree=tree_tensors(row, device),
         predicting_N=tensor(before),
         targets_N=tensor(row.input_ids[trained]),
         temperature_N=tensor(row.temperature[trained]),
@@ -96,12 +74,6 @@ def to_tensors(row: PackedRow, device: torch.device) -> RowTensors:
         trajectory_index_N=tensor(row.trajectory_index[trained]),
         turn_index_N=tensor(row.turn_index[trained]),
     )
-
-
-def to_device(values: Any, device: torch.device) -> torch.Tensor:
-    """A numpy array as a tensor on `device`, for which nothing waits: a GPU fetches it from pinned memory in its own time."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class RowsOnDemand(Sequence[RowTensors]):

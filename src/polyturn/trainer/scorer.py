@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from polyturn.errors import ModelError
-from polyturn.trainer.attention import VARLEN, as_length, block_mask
+from polyturn.trainer.attention import VARLEN, as_length
 from polyturn.trainer.head import HeadShape, head_logprobs
 from polyturn.trainer.row import RowTensors
 from polyturn.trainer.sharding import as_forward, rows_of
@@ -63,11 +63,11 @@ class Scorer:
     def may_share(self) -> bool:
         """Whether the model may be given rows whose segments follow others; whether it heeds them is tried out apart.
 
-        A window over the newest tokens counts them by their place in the row.
+        Under a mask, a window over the newest tokens would count them by their place in the row.
         """
         config = self.model.config
         windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-        return self._attention in ("sdpa", "eager", VARLEN) and not windowed
+        return self._attention == VARLEN or (self._attention in ("sdpa", "eager") and not windowed)
 
     @property
     def chunked(self) -> bool:
@@ -88,15 +88,22 @@ class Scorer:
         """A forward pass in which the samples of the row don't see each other.
 
         SDPA and eager attention get a block mask, which transformers builds from positions that restart at each sample; the
-        others are told where samples begin. Where segments follow others, the mask is ours; of a row that is cut over ranks,
-        its part says who sees whom.
+        others are told where samples begin. Where segments follow others, the mask is ours, or the keys are laid out anew; of
+        a row that is cut over ranks, its part says who sees whom.
         """
         mask: Tensor | None = None
         packed = self._attention not in ("sdpa", "eager")
         if row.part is not None:
             options["context_part"] = row.part
         elif row.tree is not None and packed:
-            options["tree"] = block_mask(row.tree)
+            seen = row.tree.seen
+            options |= {
+                "cu_seq_lens_q": seen.cu_queries,
+                "cu_seq_lens_k": seen.cu_keys,
+                "seen": seen.index_U,
+                "longest": as_length(seen.longest_query, seen.cu_queries),
+                "longest_key": as_length(seen.longest_key, seen.cu_keys),
+            }
         elif row.tree is not None:
             mask = row.tree.mask()
             if self._attention == "eager":  # it adds its mask

@@ -22,8 +22,6 @@ from polyturn.types import TrainSample
 
 _MOST_GAP = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Between log-probabilities with and without; usually far less. Types of 16 bits round too much to be held to less than 0.1."""
-_TREE_FACTOR = 1.5
-"""How much dearer a pair is to flexible attention than to the kernels for separate samples: assumed, not measured."""
 
 _log = logging.getLogger(__name__)
 
@@ -34,12 +32,12 @@ def sharing_of(score: Scorer, asked: Literal["auto", "on", "off"]) -> Sharing | 
     A model that gives other log-probabilities with than without doesn't share: that is tried out.
     """
     attention = getattr(score.model.config, "_attn_implementation", "sdpa")
-    if asked == "off" or (asked == "auto" and attention == VARLEN):  # what a tree costs those kernels was never measured
+    if asked == "off" or (asked == "auto" and attention == VARLEN):  # keys laid out anew were not measured on a GPU yet
         return None
     gap = _gap(score) if score.may_share() else None
     dtype = next(score.model.parameters()).dtype
     if gap is None or not gap <= _MOST_GAP.get(dtype, 0.1):
-        why = "its attention has a window, or kernels without a mask"
+        why = "its attention has a window, or is neither varlen, sdpa nor eager"
         if gap is not None:
             why = f"log-probabilities differ by {gap:.2g}"
         if asked == "on":
@@ -59,7 +57,6 @@ def _costs(model: Any, *, dense: bool, always: bool) -> Sharing:
         per_token=2.0 * weights,
         per_pair=4.0 * width * len(layers),
         dense=dense,
-        tree_factor=_TREE_FACTOR,
         always=always,
     )
 

@@ -26,6 +26,7 @@ from polyturn.processes.garbage import put_aside
 from polyturn.trainer.beside_engines import BesideEngines
 from polyturn.trainer.context import own_part
 from polyturn.trainer.context_attention import CutProbe, attend_across
+from polyturn.trainer.device import to_device
 from polyturn.trainer.layers import prepare_layers
 from polyturn.trainer.optimizer import learning_rate_at
 from polyturn.trainer.parallel import OnDemand, ShardedWeights, context_of, lay_out
@@ -33,7 +34,7 @@ from polyturn.trainer.random_state import RandomState, random_state
 from polyturn.trainer.ranks import Alone, Ranks
 from polyturn.trainer.record import Record
 from polyturn.trainer.reference import present, reference_of, without_gradient
-from polyturn.trainer.row import RowsOnDemand, RowTensors, one_sample, to_device, to_tensors
+from polyturn.trainer.row import RowsOnDemand, RowTensors, one_sample, to_tensors
 from polyturn.trainer.scorer import Scorer, refuse_mixed_samples
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.sharding import same_parameters

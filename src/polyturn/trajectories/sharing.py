@@ -16,30 +16,28 @@ class Sharing:
     """What a token and a pair of tokens cost the model, in operations or any other unit.
 
     `dense`: attention computes every pair of a row and masks, with or without sharing, but for a row of one sample. Else it
-    computes the pairs that count, and those of a tree `tree_factor` times as dear as those of separate samples, whose kernels
-    are faster. `always` skips the estimate.
+    computes the pairs that count. `always` skips the estimate.
     """
 
     per_token: float
     per_pair: float
     dense: bool = True
-    tree_factor: float = 1.0
     always: bool = False
 
     def gain(self, plain: Sequence[Sequence[Tree]], shared: Sequence[Sequence[Tree]]) -> float:
         """How many times as fast the rows `shared` are as the rows `plain`, by the estimate."""
-        return self._cost(plain, 1.0) / self._cost(shared, self.tree_factor)
+        return self._cost(plain) / self._cost(shared)
 
     def pays(self, plain: Sequence[Sequence[Tree]], shared: Sequence[Sequence[Tree]]) -> bool:
         """Whether the rows `shared` are to be taken."""
         return self.always or self.gain(plain, shared) >= LEAST_GAIN
 
-    def _cost(self, rows: Sequence[Sequence[Tree]], factor: float) -> float:
+    def _cost(self, rows: Sequence[Sequence[Tree]]) -> float:
         tokens = sum(tree.num_tokens for row in rows for tree in row)
         if self.dense:
             pairs = float(sum(_dense_pairs(row) for row in rows))
         else:
-            pairs = factor * sum(tree.num_pairs for row in rows for tree in row)
+            pairs = sum(tree.num_pairs for row in rows for tree in row)
         return tokens * self.per_token + pairs * self.per_pair
 
 

@@ -7,6 +7,7 @@ import torch
 
 from parts.models import ARCHITECTURES, tiny_model
 from parts.samples import packed, random_samples
+from parts.slow_varlen import slow_varlen, telling_varlen
 from polyturn.errors import ConfigError
 from polyturn.trainer import attention
 from polyturn.trainer.attention import VARLEN, as_length, use_attention, use_plain_attention
@@ -14,30 +15,6 @@ from polyturn.trainer.row import to_tensors
 from polyturn.trainer.scorer import Scorer, refuse_mixed_samples
 
 CPU = torch.device("cpu")
-
-
-def slow_varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-    """What the kernel computes, by its documentation, `[T, heads, size]`."""
-    assert window_size[1] == 0, "causal"
-    assert torch.equal(cu_q, cu_k)
-    assert cu_q.dtype == torch.int32
-    assert int((cu_q[1:] - cu_q[:-1]).max()) == max_q == max_k
-    if query.shape[1] != key.shape[1]:
-        key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value))
-    out = torch.empty_like(query)
-    for start, end in zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), strict=True):
-        q, k, v = (states[start:end].transpose(0, 1) for states in (query, key, value))
-        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
-        hidden = (distance < 0) | ((distance > window_size[0]) if window_size[0] >= 0 else False)
-        scores = (q @ k.transpose(1, 2) * (scale or q.shape[-1] ** -0.5)).masked_fill(hidden, float("-inf"))
-        out[start:end] = (scores.softmax(-1) @ v).transpose(0, 1)
-    return out
-
-
-def telling_varlen(*tensors, enable_gqa=False, **options):
-    """That of a torch which has to be told of groups."""
-    assert enable_gqa or tensors[0].shape[1] == tensors[1].shape[1]
-    return slow_varlen(*tensors, **options)
 
 
 @pytest.fixture(params=[True, False], ids=["asks for groups", "takes groups"])
@@ -91,9 +68,10 @@ def test_a_model_that_squashes_its_scores_is_left_to_transformers():
     assert not attention._squashes(tiny_model("llama").config)
 
 
-def test_the_longest_sample_is_never_compiled_in(monkeypatch):
+@pytest.mark.parametrize("tree", [False, True], ids=["samples", "segments that follow others"])
+def test_the_longest_sample_is_never_compiled_in(monkeypatch, tree: bool):
     """Rows of two sizes are what layers are compiled for; a batch whose longest sample is another one is nothing new."""
-    monkeypatch.setattr(attention, "causal_varlen", lambda query, key, value, starts, longest, **_: query * longest[0])
+    monkeypatch.setattr(attention, "causal_varlen", lambda query, key, value, starts, longest, **_: query * sum(longest))
     compiled = []
 
     def count(graph, inputs):
@@ -106,8 +84,12 @@ def test_the_longest_sample_is_never_compiled_in(monkeypatch):
     def run(samples, tokens, longest):
         starts = torch.linspace(0, tokens, samples + 1).to(torch.int32)
         query, key, value = (torch.ones(1, heads, tokens, 4) for heads in (4, 2, 2))
-        out = layer(query, key, value, cu_seq_lens_q=starts, longest=as_length(longest, starts))
-        assert (out == longest).all()
+        keys = {}
+        if tree:
+            seen = torch.arange(2 * tokens) % tokens
+            keys = {"seen": seen, "cu_seq_lens_k": starts * 2, "longest_key": as_length(2 * longest, starts)}
+        out = layer(query, key, value, cu_seq_lens_q=starts, longest=as_length(longest, starts), **keys)
+        assert (out == (3 if tree else 2) * longest).all()
         return len(compiled)
 
     torch._dynamo.reset()

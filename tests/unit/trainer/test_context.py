@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numerics.test_shared_prefixes import ALWAYS, everything
 from parts.models import tiny_model
 from parts.samples import make_sample, packed, random_samples
+from parts.slow_varlen import telling_varlen
 from polyturn.trainer import attention
 from polyturn.trainer.context import Context, filled_up, own_part, own_tokens
 from polyturn.trainer.context_attention import CONTEXT_MASKED, attend_across, by_samples, masked
@@ -86,22 +87,6 @@ def test_a_rank_sees_what_the_whole_row_s_mask_says(size: int, window: int | Non
         assert torch.equal(part.part.mask(window)[0, 0], torch.from_numpy(sees)[part.part.own_t])
 
 
-def slow_varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False) -> torch.Tensor:
-    """What the kernel computes, `[T, heads, size]`: queries of a sample are aligned with the end of its keys."""
-    assert window_size[1] == 0, "causal"
-    assert cu_q.dtype == cu_k.dtype == torch.int32
-    assert (int(cu_q.diff().max()), int(cu_k.diff().max())) == (max_q, max_k)
-    assert (int(cu_q[-1]), int(cu_k[-1])) == (len(query), len(key))
-    key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value))
-    out = []
-    for first_q, end_q, first_k, end_k in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
-        q, k, v = (states.transpose(0, 1) for states in (query[first_q:end_q], key[first_k:end_k], value[first_k:end_k]))
-        back = torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None] - torch.arange(k.shape[1])
-        hidden = (back < 0) | ((back > window_size[0]) if window_size[0] >= 0 else False)
-        out.append(((q @ k.transpose(1, 2) * scale).masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1))
-    return torch.cat(out)
-
-
 def states_of(part: Any) -> tuple[torch.nn.Module, list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     module = torch.nn.Module()
@@ -113,7 +98,7 @@ def states_of(part: Any) -> tuple[torch.nn.Module, list[torch.Tensor]]:
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("window", [None, 4])
 def test_chunks_by_samples_are_what_the_mask_says(monkeypatch, size: int, window: int | None):
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", slow_varlen)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", telling_varlen)
     monkeypatch.setattr(attention, "_ASKS_FOR_GROUPS", True)
     rows = [row_of([7, 2, 9, 4]), row_of([40]), *packed(random_samples(count=8), row_tokens=200).rows]
     for row in rows:
@@ -123,9 +108,10 @@ def test_chunks_by_samples_are_what_the_mask_says(monkeypatch, size: int, window
             torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_tree_in_blocks_is_what_the_mask_says(size: int):
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_the_segments_of_a_rank_see_is_what_the_mask_says(monkeypatch, size: int):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", telling_varlen)
+    monkeypatch.setattr(attention, "_ASKS_FOR_GROUPS", True)
     for part in (one.part for one in parts_of(tree_row(), size)):
         module, states = states_of(part)
         wanted, found = (attend(module, *states, part, 0.3, None) for attend in (masked, by_samples))

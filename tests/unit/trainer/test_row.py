@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from parts.samples import packed, random_samples
-from polyturn.trainer.row import RowsOnDemand, RowTensors, to_device, to_tensors
+from polyturn.trainer.device import to_device
+from polyturn.trainer.row import RowsOnDemand, RowTensors, to_tensors
 
 CPU = torch.device("cpu")
 
