@@ -7,7 +7,7 @@ trainer's process at 0.3 of the GPU, 64 prompts x 8 completions a step, learning
 own, one after the other; the first --warmup steps are left out of medians. TRL as it comes: float32 weights under a bfloat16
 autocast, eight micro-batches of 64. Polyturn: bfloat16 weights that vLLM and the trainer share, float32 masters. With
 `--parts polyturn trl polyturn/full` also Polyturn with layers computed again and rows four times as long, since a small model
-is held up by launching kernels, row by row.
+is held up by launching kernels, row by row; `polyturn/shared` in addition computes the question of a group once.
 
 What is compared: seconds a step (rollout, train, push), completion tokens, reward, and the peak of PyTorch's allocator over
 the measured steps, in all and without vLLM's pool of keys and values. Polyturn leaves out groups without any advantage, TRL
@@ -43,7 +43,8 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-PARTS = {"polyturn": {}, "trl": None, "polyturn/full": {"activations": "full", "row_tokens": 32768}}
+LONG_ROWS = {"activations": "full", "row_tokens": 32768}
+PARTS = {"polyturn": {}, "trl": None, "polyturn/full": LONG_ROWS, "polyturn/shared": LONG_ROWS | {"share_prefixes": "on"}}
 """Of Polyturn, what its trainer is told besides."""
 
 

@@ -47,10 +47,10 @@ def test_it_is_the_credit_that_teaches(bench, monkeypatch):
 @pytest.mark.real
 def test_builtin_tiny_learns_to_search_before_it_answers(bench):
     """The demonstrations are in a hurry 60 % of the time at each step: 0.28 of them are right."""
-    words = ["environment.id=search_qa", "model.path=builtin:tiny", "run.steps=50", "rollout.group_size=8"]
+    words = ["environment.id=search_qa", "model.path=builtin:tiny", "run.steps=30", "rollout.group_size=8"]
     words += ["environment.args={corpus: 'builtin:facts', top_k: 1, turn_reward: 0.1, instructions: false}"]
     words += ["rollout.groups_per_step=16", "rollout.max_turns=4", "rollout.max_turn_tokens=12", "algorithm.loss=dapo"]
-    words += ["rollout.max_trajectory_tokens=160", "trainer.learning_rate=4e-4", "evaluation.episodes=256"]
+    words += ["rollout.max_trajectory_tokens=160", "trainer.learning_rate=4e-4", "evaluation.episodes=128"]
     before, after = successes(bench("train", *words))
     assert before < 0.4
     assert after > before + 0.25
@@ -60,8 +60,8 @@ def test_builtin_tiny_learns_to_search_before_it_answers(bench):
 def test_builtin_tiny_learns_persistence(bench):
     """The demonstrations give up at a pointer 65 % of the time; two thirds of the held-out chains have one or more."""
     words = ["environment.id=lookup", "environment.args={level: chain, max_hops: 3, instructions: false}"]
-    words += ["model.path=builtin:tiny", "run.steps=40", "rollout.group_size=8", "rollout.groups_per_step=16"]
+    words += ["model.path=builtin:tiny", "run.steps=25", "rollout.group_size=8", "rollout.groups_per_step=16"]
     words += ["rollout.max_turns=6", "rollout.max_turn_tokens=8", "rollout.max_trajectory_tokens=128"]
-    before, after = successes(bench("train", *words, "trainer.learning_rate=3e-4", "evaluation.episodes=256"))
+    before, after = successes(bench("train", *words, "trainer.learning_rate=3e-4", "evaluation.episodes=128"))
     assert before < 0.7
     assert after > before + 0.25

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+from parts.chance import chance
 from parts.live_runs import PROCESSES, ROLES, LiveRun, live_run
 from parts.runs import ROOT, Bench
 
@@ -47,21 +46,15 @@ def test_the_tiny_recipe_learns_as_in_one_process(bench: Bench, live_run, ranks)
     assert re.search(rf"trainer-0 .*step={steps} ", (together.folder.logs / "all.log").read_text())
 
 
-def commit() -> str:
-    """What the moments of the kills are drawn from: others for every change."""
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return found.stdout.strip() or "no repository"
-
-
 @pytest.mark.parametrize("number", range(NUM_KILLS))
 def test_a_kill_at_any_moment_ends_the_rest(live_run, number):
-    chance = random.Random(f"{commit()}/{number}")
-    role, while_training = ROLES[number % len(ROLES)], chance.random() < 0.6
+    moments = chance(f"kill {number}")
+    role, while_training = ROLES[number % len(ROLES)], moments.random() < 0.6
     run: LiveRun = live_run(LONG)
     if while_training:
         run.trains()
     run.pid(role)
-    time.sleep(chance.random() * (0.5 if while_training else 4.0))
+    time.sleep(moments.random() * (0.5 if while_training else 4.0))
     run.kill(role)
     ended = run.end()
     assert ended.code == 3, ended.err

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from parts.chance import chance
 from parts.kill_cases import Cases
 from parts.kills import PHASES
 from parts.patience import PATIENCE_S
@@ -26,13 +25,6 @@ from polyturn.storage.stores import LocalStore
 pytestmark = pytest.mark.real
 
 KILLS = 10
-SEED = (
-    os.environ.get("POLYTURN_KILLS_SEED")
-    or subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-    ).stdout.strip()
-)
-"""Another commit, other moments; the one that failed is found again by its commit."""
 
 
 @pytest.fixture
@@ -108,7 +100,7 @@ def test_killed_again_and_again_it_ends_as_it_would_have(place):
     """A run of 150 steps, killed at random moments until it comes through."""
     words = ("run.steps=150", "checkpoint.every.memory=1", "checkpoint.every.disk=3")
     assert place.run("whole", *words) == 0
-    assert place.kill_until_done("cut", words, KILLS, random.Random(SEED)) > 0
+    assert place.kill_until_done("cut", words, KILLS, chance("killed again and again")) > 0
     assert "not taken: its shard" not in place.said("cut"), "a torn checkpoint was visible"
     place.assert_same("cut", "whole")
 

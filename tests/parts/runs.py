@@ -112,10 +112,18 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Polyturn's cache, empty when the tests begin: to make `builtin:tiny` takes longer than most tests."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def bench(tmp_path: Path, colours_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Bench:
-    """A recipe of two short steps on a random model, its run folders and its cache in a temporary folder."""
-    monkeypatch.setenv("POLYTURN_CACHE", str(tmp_path / "cache"))
+def bench(
+    tmp_path: Path, colours_model: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Bench:
+    """A recipe of two short steps on a random model, its run folders in a temporary folder."""
+    monkeypatch.setenv("POLYTURN_CACHE", str(cache))
     return Bench(tmp_path, colours_model, capsys)
 
 

@@ -1,3 +1,3 @@
-from parts.runs import bench, colours_model
+from parts.runs import bench, cache, colours_model
 
-__all__ = ["bench", "colours_model"]
+__all__ = ["bench", "cache", "colours_model"]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 import threading
-import zlib
 from pathlib import Path
 
 import pytest
 
+from parts.chance import chance, seed
 from parts.checkpoints import RUN
 from parts.patience import PATIENCE_S
 from parts.publisher import big_content
@@ -21,15 +20,6 @@ from polyturn.storage.tiers import Tier, Tiers
 
 ROOT = Path(__file__).parents[3]
 PUBLISHER = ROOT / "tests" / "parts" / "publisher.py"
-
-
-def seed_of_the_commit() -> int:
-    """Other kills for other commits; POLYTURN_KILL_SEED repeats those of a failure."""
-    said = os.environ.get("POLYTURN_KILL_SEED")
-    if said:
-        return int(said)
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
-    return zlib.crc32(head.stdout.encode())
 
 
 def publish_until_killed(work: Path, first: int, places: dict[str, str], delay_s: float, *, lines: int) -> dict[str, int]:
@@ -58,8 +48,7 @@ def publish_until_killed(work: Path, first: int, places: dict[str, str], delay_s
 
 
 def survive(tmp_path: Path, places: dict[str, str], *, kills: int, longest_s: float) -> None:
-    seed = seed_of_the_commit()
-    rng = random.Random(seed)
+    rng = chance(sorted(places))
     tiers = Tiers(RUN, [Tier(name, open_store(url), keep=2) for name, url in places.items()], say=lambda _: None, grace_s=-1)
     step = 0
     ever: dict[str, int] = {}
@@ -67,7 +56,7 @@ def survive(tmp_path: Path, places: dict[str, str], *, kills: int, longest_s: fl
         ever |= publish_until_killed(
             tmp_path / "work", step, places, rng.uniform(0, longest_s), lines=1 if ever else len(places)
         )
-        why = f"kill {kill} of POLYTURN_KILL_SEED={seed}"
+        why = f"kill {kill} of POLYTURN_TEST_SEED={seed()}"
         for tier in tiers.tiers:
             into = tmp_path / f"in {kill} {tier.name}"
             found = Tiers(RUN, [tier], say=lambda _: None).fetch_newest(into, link=False)
