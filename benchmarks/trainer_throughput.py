@@ -86,7 +86,8 @@ class Case:
     @property
     def name(self) -> str:
         """Such as `1.5B/1k/compiled`."""
-        words = [self.model, f"{self.samples}x{self.sample_tokens // 1024}k"]
+        length = f"{self.sample_tokens // 1024}k" if self.sample_tokens >= 1024 else str(self.sample_tokens)
+        words = [self.model, f"{self.samples}x{length}"]
         words += [f"rows{self.row_tokens // 1024}k"] if self.row_tokens != 16384 else []
         words += [self.activations] if self.activations != "keep" else []
         words += [f"lora{self.lora}"] if self.lora else []
@@ -113,6 +114,8 @@ CASES = [
     Case(model="1.5B", sample_tokens=1024, samples=16, row_tokens=1024),
     Case(model="1.5B", sample_tokens=1024, samples=64, master_weights="stochastic"),
     Case(model="1.5B", sample_tokens=1024, samples=64, master_weights="none", optimizer="adamw_8bit"),
+    # A step of `peer_trl.py`: short answers to short questions.
+    Case(model="135M", sample_tokens=64, samples=384, row_tokens=32768, activations="full"),
 ]
 TRIALS = [
     Case(model="tiny", sample_tokens=1024, samples=2, row_tokens=2048, activations="selective", compiled=False, lora=4),

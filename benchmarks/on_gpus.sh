@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# What only GPUs answer: parts of this list, each within its seconds, its results in OUT as soon as they are there.
+#
+#   bash benchmarks/on_gpus.sh OUT [PART ...]
+#
+# From a checkout whose python3 has torch with CUDA, vLLM, and for `peer` TRL; without a PART the list. One part that fails or takes
+# too long leaves the others alone; OUT/done says how each ended.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PYTHONPATH="$PWD/src:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
+TEST="python3 -m pytest -q -m gpu -n 0 -p no:cacheprovider -p no:logging"
+RANKS="python3 -m torch.distributed.run --standalone"
+ENGINES="python3 benchmarks/gpu_engines.py --out OUT/engines_PART.json --limit-s"
+
+# PART SECONDS COMMAND; words of a command are parted by blanks alone. OUT and PART are filled in.
+LIST="
+prefix_tests     90  $TEST tests/gpu/test_shards_gpu.py -k beginnings_or_chunks
+prefixes        240  python3 benchmarks/prefix_sharing.py --model 0.5B --device cuda --prompts 256 1024 4096 --completions 128 512 --group-sizes 8 16 --row-tokens 16384 --out OUT/prefix_sharing.json
+peer            560  python3 benchmarks/peer_trl.py --steps 23 --parts polyturn/full polyturn/shared trl --out OUT/peer_trl.json
+profile          90  python3 benchmarks/trainer_profile.py 135M/384x64/rows32k/full/compiled --steps 4
+server_lora     240  $ENGINES 230 --cases vllm_server/lora
+server_single   200  $ENGINES 190 --cases vllm_server/single_copy
+server_restart  200  $ENGINES 190 --cases vllm_server/restart
+vllm_float32    200  $ENGINES 190 --cases vllm/single_copy/float32
+checkpoint      420  python3 benchmarks/checkpoint.py --parameters 1.5e9 --device cuda --saves 1 --folder /tmp --out OUT/checkpoint.json
+planner_float32  90  python3 benchmarks/planner_gpu.py --cases train/Qwen2.5-0.5B/float32 --out OUT/planner.json
+vllm_tests      240  $TEST tests/gpu/test_vllm_gpu.py tests/gpu/test_single_copy_gpu.py
+two_tests       240  $TEST tests/gpu/test_shards_gpu.py
+two_one_rank    120  $RANKS --nproc-per-node 1 benchmarks/trainer_scaling.py --model 1.5B --out OUT/scaling_1.json
+two_fsdp2       120  $RANKS --nproc-per-node 2 benchmarks/trainer_scaling.py --model 1.5B --out OUT/scaling_2.json
+two_64k         150  $RANKS --nproc-per-node 2 benchmarks/trainer_scaling.py --model 0.5B --context-ranks 2 --samples 1 --sample-tokens 65536 --row-tokens 65536 --activations full --steps 3 --out OUT/context_2.json
+two_64k_one     150  $RANKS --nproc-per-node 1 benchmarks/trainer_scaling.py --model 0.5B --samples 1 --sample-tokens 65536 --row-tokens 65536 --activations full --steps 3 --out OUT/context_1.json
+two_push        240  python3 benchmarks/push_nccl.py --out OUT/push_nccl.json --limit-s 230
+two_copies      240  python3 benchmarks/shared_copies.py --out OUT/shared_copies.json --limit-s 230
+"
+
+if [[ $# -lt 2 ]]; then
+  grep -E '^[a-z]' <<< "$LIST" | awk '{ printf "%-16s %4d s\n", $1, $2 }'
+  exit 2
+fi
+out=$1
+shift
+mkdir -p "$out"
+for part in "$@"; do
+  read -r _ seconds command < <(grep -E "^$part " <<< "$LIST") || { echo "no part $part" | tee -a "$out/done"; continue; }
+  command=${command//OUT/$out} command=${command//PART/$part} command=${command//_or_/ or } began=$SECONDS
+  if [[ $command == *" -k "* ]]; then
+    # shellcheck disable=SC2206
+    words=(${command%% -k *} -k "${command##* -k }")
+  else
+    # shellcheck disable=SC2206
+    words=($command)
+  fi
+  timeout --kill-after=10 "$seconds" "${words[@]}" > "$out/$part.log" 2>&1
+  echo "$part: exit code $? after $((SECONDS - began)) s" | tee -a "$out/done"
+done
