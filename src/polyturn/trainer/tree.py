@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -77,24 +76,25 @@ def tree_tensors(row: PackedRow, device: torch.device, chunks: Sequence[tuple[in
 
 
 def _seen(starts: Ints, parents: Ints, chunks: Sequence[tuple[int, int]], device: torch.device) -> Seen:
-    above: list[Ints] = []
-    """Of each segment: the places of those above it, in order."""
-    for parent in parents.tolist():
-        own = np.arange(starts[parent], starts[parent + 1]) if parent >= 0 else np.zeros(0, dtype=np.int64)
-        above.append(np.concatenate([above[parent], own]) if parent >= 0 else own)
-    places: list[Ints] = []
-    queries, keys = list[int](), list[int]()
-    for first, end in chunks:
-        bounds = [first, *starts[(starts > first) & (starts < end)].tolist(), end]
-        for begin, stop in pairwise(bounds):
-            segment = int(np.searchsorted(starts, begin, side="right")) - 1
-            places += [above[segment], np.arange(starts[segment], stop)]
-            queries.append(stop - begin)
-            keys.append(len(above[segment]) + stop - int(starts[segment]))
+    place_T = np.arange(starts[-1])
+    through = {-1: place_T[:0]}
+    """Places of a segment that others follow, behind those of the segments above it."""
+    for segment in np.unique(parents[parents >= 0]).tolist():
+        through[segment] = np.concatenate([through[int(parents[segment])], place_T[starts[segment] : starts[segment + 1]]])
+    bounds = [np.array([first, *starts[(starts > first) & (starts < end)], end]) for first, end in chunks]
+    begins, stops = (np.concatenate([bound[part] for bound in bounds]) for part in (slice(None, -1), slice(1, None)))
+    pieces = np.searchsorted(starts, begins, side="right") - 1
+    places = [
+        part
+        for parent, start, stop in zip(parents[pieces].tolist(), starts[pieces].tolist(), stops.tolist(), strict=True)
+        for part in (through[parent], place_T[start:stop])
+    ]
+    queries = stops - begins
+    keys = stops - starts[pieces] + np.array([len(through[parent]) for parent in parents[pieces].tolist()])
     return Seen(
         index_U=to_device(np.concatenate(places), device),
-        cu_queries=to_device(np.cumsum([0, *queries]).astype(np.int32), device),
-        cu_keys=to_device(np.cumsum([0, *keys]).astype(np.int32), device),
-        longest_query=max(queries),
-        longest_key=max(keys),
+        cu_queries=to_device(np.append(0, queries.cumsum()).astype(np.int32), device),
+        cu_keys=to_device(np.append(0, keys.cumsum()).astype(np.int32), device),
+        longest_query=int(queries.max()),
+        longest_key=int(keys.max()),
     )

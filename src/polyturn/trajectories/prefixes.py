@@ -79,6 +79,10 @@ def trees(samples: Sequence[TrainSample], *, most_tokens: int) -> list[Tree]:
     for members in groups.values():
         # Neighbours in this order have the longest common beginnings.
         members.sort(key=lambda number: (samples[number].input_ids.tolist(), number))
+        whole = tree_of(samples, members)
+        if whole.num_tokens <= most_tokens:
+            found.append(whole)
+            continue
         chunk: list[int] = []
         for number in members:
             if chunk and tree_of(samples, [*chunk, number]).num_tokens > most_tokens:
