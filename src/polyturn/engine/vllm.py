@@ -15,7 +15,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -27,7 +27,7 @@ from polyturn.processes.threads import in_thread_within
 from polyturn.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
-    from polyturn.engine.vllm_core import VllmSettings
+    from polyturn.engine.vllm_core import Sampled, VllmSettings
 
 Answer: TypeAlias = "tuple[asyncio.Future[Any], Any, BaseException | None]"
 """A future, and what to give it: a result or an error."""
@@ -40,14 +40,12 @@ STOP_S = 30.0
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request under way. Lists grow in the engine's thread."""
+    """A request under way."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     future: asyncio.Future[Completion]
     key: str = ""
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -302,12 +300,7 @@ class _Thread:
     def _step(self) -> None:
         answers: list[Answer] = []
         for sampled in self._core.step():
-            request = self._running[sampled.key]
-            request.ids += sampled.ids
-            request.logprobs += sampled.logprobs
-            if sampled.finish is not None:
-                del self._running[sampled.key]
-                answers.append(_answer(request, sampled.finish, self.version))
+            answers.append(_answer(self._running.pop(sampled.key).future, sampled, self.version))
         self._tell(answers)
 
     def _fail_all(self, reason: str) -> None:
@@ -335,23 +328,23 @@ def _settle(answers: Sequence[Answer]) -> None:
             future.set_result(result)
 
 
-def _answer(request: _Request, finish: str, version: int) -> Answer:
+def _answer(future: asyncio.Future[Completion], sampled: Sampled, version: int) -> Answer:
     """A finished request as what its caller gets."""
-    if finish not in ("stop", "length"):
-        return request.future, None, EngineError(f"vLLM ended a request with {finish!r} instead of a completion")
-    if len(request.ids) != len(request.logprobs):
-        told = f"{len(request.logprobs)} log-probabilities for {len(request.ids)} tokens"
-        return request.future, None, EngineError(f"vLLM returned {told}")
-    wrong = next((value for value in request.logprobs if not math.isfinite(value)), None)
+    if sampled.finish not in ("stop", "length"):
+        return future, None, EngineError(f"vLLM ended a request with {sampled.finish!r} instead of a completion")
+    if len(sampled.ids) != len(sampled.logprobs):
+        told = f"{len(sampled.logprobs)} log-probabilities for {len(sampled.ids)} tokens"
+        return future, None, EngineError(f"vLLM returned {told}")
+    wrong = next((value for value in sampled.logprobs if not math.isfinite(value)), None)
     if wrong is not None:
-        return request.future, None, NonFiniteError(f"vLLM sampled a token with a log-probability of {wrong}")
+        return future, None, NonFiniteError(f"vLLM sampled a token with a log-probability of {wrong}")
     completion = Completion(
-        ids=tuple(request.ids),
-        engine_logprobs=tuple(request.logprobs),
-        policy_versions=(version,) * len(request.ids),
-        stop_reason="stop" if finish == "stop" else "length",
+        ids=tuple(sampled.ids),
+        engine_logprobs=tuple(sampled.logprobs),
+        policy_versions=(version,) * len(sampled.ids),
+        stop_reason="stop" if sampled.finish == "stop" else "length",
     )
-    return request.future, completion, None
+    return future, completion, None
 
 
 def _refuse_impossible(prompt_ids: tuple[int, ...], sampling: SamplingParams, *, max_model_len: int, vocab_size: int) -> None:

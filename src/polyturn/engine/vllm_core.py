@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +69,14 @@ class VllmSettings:
     """Further engine arguments of vLLM, which win."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Sampled:
-    """New tokens of one request; `finish` is how it ended, None while it goes on."""
+    """What a request has come to; `finish` is how it ended, None while it goes on."""
 
     key: str
-    ids: list[int]
-    logprobs: list[float]
-    finish: str | None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: str | None = None
 
 
 class VllmCore:
@@ -127,7 +127,7 @@ class VllmCore:
         config = self._engine.vllm_config
         self.max_model_len = int(config.model_config.max_model_len)
         self.vocab_size = int(config.model_config.get_vocab_size())
-        self._open: set[str] = set()
+        self._open: dict[str, Sampled] = {}
         self._nap, self._asleep, self._dropped = settings.sleep, set[str](), False
         self._device, self._on_gpu = device, device.type == "cuda"
         put_aside()
@@ -161,7 +161,7 @@ class VllmCore:
         return bool(self._open)
 
     def add(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> str:
-        """Take a request in, and return the name under which its tokens come. Raises ValueError for one vLLM refuses."""
+        """Take a request in, and return the name under which it ends. Raises ValueError for one vLLM refuses."""
         from vllm import SamplingParams as VllmSampling
         from vllm.sampling_params import RequestOutputKind
 
@@ -183,27 +183,31 @@ class VllmCore:
         request = processor.process_inputs("polyturn", prompt, asked, supported_tasks=self._tasks)
         processor.assign_request_id(request)
         self._core.add_request(request)
-        self._open.add(request.request_id)
-        return str(request.request_id)
+        key = str(request.request_id)
+        self._open[key] = Sampled(key)
+        return key
 
     def abort(self, keys: list[str]) -> None:
         """Drop requests; those that are finished or unknown are left alone."""
-        known = [key for key in keys if key in self._open]
-        self._open.difference_update(known)
-        self._core.abort_requests(known)
+        self._core.abort_requests([key for key in keys if self._open.pop(key, None) is not None])
 
     def step(self) -> list[Sampled]:
-        """Compute one token for everybody whose turn it is."""
-        found = []
+        """Compute one token for everybody whose turn it is, and return those who ended.
+
+        Hundreds of requests come by at every token while others want the interpreter too: nothing is made for any of them.
+        """
+        ended = []
         for output in self._core.get_output().outputs:
-            if output.request_id not in self._open:
+            sampled = self._open.get(output.request_id)
+            if sampled is None:
                 continue
-            finish = None if output.finish_reason is None else str(output.finish_reason)
-            if finish is not None:
-                self._open.discard(output.request_id)
-            logprobs = [] if output.new_logprobs is None else [float(row[0]) for row in output.new_logprobs.logprobs]
-            found.append(Sampled(output.request_id, list(output.new_token_ids), logprobs, finish))
-        return found
+            sampled.ids += output.new_token_ids
+            if output.new_logprobs is not None:
+                sampled.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            if output.finish_reason is not None:
+                sampled.finish = str(output.finish_reason)
+                ended.append(self._open.pop(output.request_id))
+        return ended
 
     def weights(self) -> dict[str, Tensor]:
         """All weights by the names of transformers, as views: whoever fills them has replaced all that vLLM computes with.

@@ -100,7 +100,7 @@ class ScriptedCore(VllmCore):
         self.gate = threading.Event()
         self.gate.set()
         self._engine, self._nap, self._asleep, self._dropped = self.memory, settings.sleep, set(), False
-        self._on_gpu, self._open, self._steps = False, set(), 0
+        self._on_gpu, self._open, self._steps = False, {}, 0
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {}
@@ -111,7 +111,7 @@ class ScriptedCore(VllmCore):
     def add(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> str:
         assert set(self.memory.there) == {"weights", "kv_cache"}, "a request came to an engine that sleeps"
         key = f"request {len(self._open) + self._steps}"
-        self._open.add(key)
+        self._open[key] = Sampled(key, [1], [-0.5], "stop")
         return key
 
     def step(self) -> list[Sampled]:
@@ -120,8 +120,7 @@ class ScriptedCore(VllmCore):
         self._steps += 1
         if self._steps % 2:
             return []
-        found = [Sampled(key, [1], [-0.5], "stop") for key in self._open]
-        self._open.clear()
+        found, self._open = list(self._open.values()), {}
         return found
 
     def forget(self) -> None:
