@@ -18,7 +18,7 @@ from polyturn.weight_sync.labels import BROKEN_LABEL
 from polyturn.weight_sync.transfer import InitInfo, TransferError, TransferGroup, UpdateInfo, listen, send
 
 pytestmark = needs_vllm
-LIMIT_S = 120.0
+LIMIT_S = 30.0
 
 
 class Pushed:
