@@ -14,7 +14,7 @@ ENGINES="python3 benchmarks/gpu_engines.py --out OUT/engines_PART.json --limit-s
 
 # PART SECONDS COMMAND; words of a command are parted by blanks alone. OUT and PART are filled in.
 LIST="
-prefix_tests     90  $TEST tests/gpu/test_shards_gpu.py -k beginnings_or_chunks
+prefix_tests     90  $TEST tests/gpu/test_shards_gpu.py::test_shared_beginnings_in_the_kernel tests/gpu/test_shards_gpu.py::test_a_rank_s_chunks_in_the_kernel_and_with_a_mask
 prefixes        240  python3 benchmarks/prefix_sharing.py --model 0.5B --device cuda --prompts 256 1024 4096 --completions 128 512 --group-sizes 8 16 --row-tokens 16384 --out OUT/prefix_sharing.json
 peer            560  python3 benchmarks/peer_trl.py --steps 23 --parts polyturn/full polyturn/shared trl --out OUT/peer_trl.json
 profile          90  python3 benchmarks/trainer_profile.py 135M/384x64/rows32k/full/compiled --steps 4
@@ -43,14 +43,8 @@ shift
 mkdir -p "$out"
 for part in "$@"; do
   read -r _ seconds command < <(grep -E "^$part " <<< "$LIST") || { echo "no part $part" | tee -a "$out/done"; continue; }
-  command=${command//OUT/$out} command=${command//PART/$part} command=${command//_or_/ or } began=$SECONDS
-  if [[ $command == *" -k "* ]]; then
-    # shellcheck disable=SC2206
-    words=(${command%% -k *} -k "${command##* -k }")
-  else
-    # shellcheck disable=SC2206
-    words=($command)
-  fi
-  timeout --kill-after=10 "$seconds" "${words[@]}" > "$out/$part.log" 2>&1
+  command=${command//OUT/$out} command=${command//PART/$part} began=$SECONDS
+  # shellcheck disable=SC2086
+  timeout --kill-after=10 "$seconds" $command > "$out/$part.log" 2>&1
   echo "$part: exit code $? after $((SECONDS - began)) s" | tee -a "$out/done"
 done

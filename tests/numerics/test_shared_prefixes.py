@@ -23,7 +23,7 @@ from polyturn.trainer.scorer import Scorer
 from polyturn.trainer.shared_prefixes import sharing_of
 from polyturn.trainer.shares import from_bytes, share_out, to_bytes
 from polyturn.trainer.trainer import Trainer
-from polyturn.trainer.tree import tree_tensors
+from polyturn.trainer.tree import tree_of_row
 from polyturn.trajectories.pack import pack
 from polyturn.trajectories.prefixes import SHORTEST, tree_of
 from polyturn.trajectories.sharing import Sharing, gain_of
@@ -165,13 +165,13 @@ def test_keys_are_those_of_the_segments_above_and_of_the_own():
     (row,) = pack(samples, row_tokens=100, planned_trajectories=3, sharing=ALWAYS).rows
     assert np.diff(row.cu_seqlens).tolist() == [16, 2, 16, 1]
     assert row.parents.tolist() == [-1, 0, 0, 2]
-    tree = tree_tensors(row, CPU)
+    tree = tree_of_row(row, CPU)
     above, own = list(range(16)), list(range(18, 34))
     assert tree.seen.index_U.tolist() == [*above, *above, 16, 17, *above, *own, *above, *own, 34]
     assert tree.seen.cu_queries.tolist() == [0, 16, 18, 34, 35]
     assert tree.seen.cu_keys.tolist() == [0, 16, 34, 66, 99]
     assert (tree.seen.longest_query, tree.seen.longest_key) == (16, 33)
-    cut = tree_tensors(row, CPU, [(4, 17), (30, 35)])
+    cut = tree_of_row(row, CPU, [(4, 17), (30, 35)])
     assert cut.seen.index_U.tolist() == [*above, *above, 16, *above, *own, *above, *own, 34]
     assert cut.seen.cu_queries.tolist() == [0, 12, 13, 17, 18]
     assert cut.seen.cu_keys.tolist() == [0, 16, 33, 65, 98]

@@ -51,7 +51,7 @@ def test_every_part_is_called_and_one_that_fails_leaves_the_others_alone(called,
         "no part unknown",
     ]
     assert f"<--out><{out}/engines_server_lora.json>" in (out / "server_lora.log").read_text()
-    assert "<-k><beginnings or chunks>" in (out / "prefix_tests.log").read_text()
+    assert "<tests/gpu/test_shards_gpu.py::test_shared_beginnings_in_the_kernel>" in (out / "prefix_tests.log").read_text()
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -59,7 +59,7 @@ def test_scripts_cases_and_options_are_there(called, tmp_path, part):
     called(str(tmp_path / "out"), part)
     words = re.findall(r"<([^>]*)>", (tmp_path / "out" / f"{part}.log").read_text())
     script = next(word for word in words if word.startswith(("benchmarks/", "tests/")))
-    text = (ROOT / script).read_text(encoding="utf-8")
+    text = (ROOT / script.partition("::")[0]).read_text(encoding="utf-8")
     if script.startswith("benchmarks/"):
         after = words[words.index(script) + 1 :]
         known = text + (ROOT / "benchmarks" / "cases.py").read_text(encoding="utf-8")
@@ -67,4 +67,5 @@ def test_scripts_cases_and_options_are_there(called, tmp_path, part):
         cases = after[after.index("--cases") + 1 :] if "--cases" in after else []
         assert [case for case in cases if f'"{case}"' not in text and part != "planner_float32"] == []
     else:
-        assert all((ROOT / word).is_file() for word in words if word.startswith("tests/"))
+        for file, _, test in (word.partition("::") for word in words if word.startswith("tests/")):
+            assert f"def {test}" in (ROOT / file).read_text(encoding="utf-8")

@@ -36,18 +36,19 @@ async def rollout_groups(
         raise EnvironmentSetupError(
             f"{len(twice)} task ids stand for several tasks of one step, first {twice[0]!r}; make them unique"
         )
-    attempts = [(task, sibling, opening) for task in tasks for opening in [Opening()] for sibling in range(group_size)]
-    barrier = TurnBarrier([f"{task.id}/{sibling}" for task, sibling, _ in attempts]) if deterministic else None
+    attempts = [(task, sibling) for task in tasks for sibling in range(group_size)]
+    openings = {task.id: Opening() for task in tasks}
+    barrier = TurnBarrier([f"{task.id}/{sibling}" for task, sibling in attempts]) if deterministic else None
     slots = asyncio.Semaphore(len(attempts) if deterministic else concurrency)
 
-    async def attempt(task: Task, sibling: int, opening: Opening) -> Trajectory:
+    async def attempt(task: Task, sibling: int) -> Trajectory:
         async with slots:
-            trajectory = await play(player, task, sibling, barrier, opening)
+            trajectory = await play(player, task, sibling, barrier, openings[task.id])
         if on_done is not None:
             on_done(trajectory)
         return trajectory
 
-    running = [asyncio.create_task(attempt(*one), name=f"{one[0].id}/{one[1]}") for one in attempts]
+    running = [asyncio.create_task(attempt(task, sibling), name=f"{task.id}/{sibling}") for task, sibling in attempts]
     try:
         trajectories = await asyncio.gather(*running)
     finally:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from polyturn.trainer.device import to_device
 from polyturn.trainer.row import RowTensors, to_tensors
-from polyturn.trainer.tree import Tree, tree_tensors
+from polyturn.trainer.tree import Tree, tree_of_row
 from polyturn.types import PackedRow
 
 
@@ -59,7 +59,7 @@ class Part:
     segment_T: Tensor
     chunks: tuple[Chunk, ...]
     tree: Tree | None = None
-    """Of the whole row; `seen` are the keys of this rank's tokens."""
+    """Its queries are this rank's tokens."""
     _masks: dict[Any, Any] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor:
@@ -73,7 +73,7 @@ class Part:
         own_t = self.own_t
         if self.tree is not None:
             assert window is None, "a window counts places in the row"
-            return self.tree.mask(own_t)[0, 0]
+            return self.tree.mask()[0, 0]
         back_tT = own_t[:, None] - torch.arange(len(self.segment_T), device=own_t.device)
         sees_tT = (self.segment_T[own_t][:, None] == self.segment_T) & (back_tT >= 0)
         return sees_tT if window is None else sees_tT & (back_tT < window)
@@ -179,7 +179,7 @@ def _part(row: PackedRow, own: np.ndarray[Any, np.dtype[np.int64]], device: torc
         own_t=to_device(own, device),
         segment_T=to_device(segments, device),
         chunks=tuple(_chunk(starts, int(own[at]), slice(at, at + half), device) for at in (0, half)),
-        tree=tree_tensors(row, device, [(int(own[at]), int(own[at]) + half) for at in (0, half)]),
+        tree=tree_of_row(row, device, [(int(own[at]), int(own[at]) + half) for at in (0, half)]),
     )
 
 

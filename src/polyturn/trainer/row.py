@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from polyturn.trainer.device import to_device
-from polyturn.trainer.tree import Tree, tree_tensors
+from polyturn.trainer.tree import Tree, tree_of_row
 from polyturn.types import PackedRow
 
 
@@ -65,7 +65,7 @@ def to_tensors(row: PackedRow, device: torch.device) -> RowTensors:
         position_ids_T=tensor(row.position_ids),
         cu_seqlens_S=tensor(row.cu_seqlens.astype(np.int32)),
         longest=int(np.diff(row.cu_seqlens).max()),
-        tree=tree_tensors(row, device),
+        tree=tree_of_row(row, device),
         predicting_N=tensor(before),
         targets_N=tensor(row.input_ids[trained]),
         temperature_N=tensor(row.temperature[trained]),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -39,40 +40,43 @@ class Seen:
     longest_key: int
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Tree:
-    """`segment_T` is each token's segment, `sees_SS[a, b]` whether tokens of segment a see those of segment b."""
+    """Who sees whom in `row`, whose segments follow others. `chunks` are the queries, first and end of each, or all.
 
-    segment_T: Tensor
-    sees_SS: Tensor
-    position_T: Tensor
-    seen: Seen
+    A mask or keys are made when they are asked for: attention wants one of them.
+    """
 
-    def mask(self, own_t: Tensor | None = None) -> Tensor:
-        """`[1, 1, T, T]`, true where a token (the first T, or those at `own_t`) sees another."""
-        segment_t, position_t = self.segment_T, self.position_T
-        if own_t is not None:
-            segment_t, position_t = segment_t[own_t], position_t[own_t]
-        earlier_tT = position_t[:, None] >= self.position_T[None]
-        return (self.sees_SS[segment_t][:, self.segment_T] & earlier_tT)[None, None]
+    def __init__(self, row: PackedRow, device: torch.device, chunks: Sequence[tuple[int, int]] | None = None) -> None:
+        self._row, self._device = row, device
+        self._chunks = [(0, len(row.input_ids))] if chunks is None else chunks
+
+    @cached_property
+    def seen(self) -> Seen:
+        """The keys of the queries."""
+        return _seen(self._row.cu_seqlens, self._row.parents, self._chunks, self._device)
+
+    def mask(self) -> Tensor:
+        """`[1, 1, t, T]`, true where a query sees a token of the row."""
+        segment_T, sees_SS, position_T, own_t = self._parts
+        earlier_tT = position_T[own_t][:, None] >= position_T[None]
+        return (sees_SS[segment_T[own_t]][:, segment_T] & earlier_tT)[None, None]
+
+    @cached_property
+    def _parts(self) -> tuple[Tensor, ...]:
+        """Each token's segment, whether tokens of one segment see those of another, positions, and the queries."""
+        row, parents = self._row, self._row.parents
+        sees = np.eye(len(parents), dtype=np.bool_)
+        for segment, parent in enumerate(parents):
+            if parent >= 0:
+                sees[segment] |= sees[parent]
+        segments = np.repeat(np.arange(len(parents)), np.diff(row.cu_seqlens))
+        own = np.concatenate([np.arange(first, end) for first, end in self._chunks])
+        return tuple(to_device(values, self._device) for values in (segments, sees, row.position_ids, own))
 
 
-def tree_tensors(row: PackedRow, device: torch.device, chunks: Sequence[tuple[int, int]] | None = None) -> Tree | None:
-    """Who sees whom in `row`; None where each segment is a sample. `chunks` are the queries, first and end of each, or all."""
-    if not len(row.parents):
-        return None
-    segments = np.repeat(np.arange(len(row.parents)), np.diff(row.cu_seqlens))
-    sees = np.eye(len(row.parents), dtype=np.bool_)
-    for segment, parent in enumerate(row.parents):
-        if parent >= 0:
-            sees[segment] |= sees[parent]
-    asking = [(0, len(segments))] if chunks is None else chunks
-    return Tree(
-        segment_T=to_device(segments, device),
-        sees_SS=to_device(sees, device),
-        position_T=to_device(row.position_ids, device),
-        seen=_seen(row.cu_seqlens, row.parents, asking, device),
-    )
+def tree_of_row(row: PackedRow, device: torch.device, chunks: Sequence[tuple[int, int]] | None = None) -> Tree | None:
+    """The tree of `row`; None where each segment is a sample."""
+    return Tree(row, device, chunks) if len(row.parents) else None
 
 
 def _seen(starts: Ints, parents: Ints, chunks: Sequence[tuple[int, int]], device: torch.device) -> Seen:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -17,10 +19,22 @@ from polyturn.trainer.scorer import Scorer, refuse_mixed_samples
 CPU = torch.device("cpu")
 
 
+def of_samples(kernel):
+    """`kernel`, for rows of separate samples: queries and keys begin at the same places."""
+
+    @functools.wraps(kernel)
+    def checked(query, key, value, cu_q, cu_k, max_q, max_k, **options):
+        assert torch.equal(cu_q, cu_k)
+        assert max_q == max_k
+        return kernel(query, key, value, cu_q, cu_k, max_q, max_k, **options)
+
+    return checked
+
+
 @pytest.fixture(params=[True, False], ids=["asks for groups", "takes groups"])
 def on_cpu(monkeypatch, request):
     """As if the CPU had the kernel: of a torch that has to be told that key heads are shared, and of one that can't be."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", telling_varlen if request.param else slow_varlen)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_samples(telling_varlen if request.param else slow_varlen))
     monkeypatch.setattr(attention, "_ASKS_FOR_GROUPS", request.param)
 
 
