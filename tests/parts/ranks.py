@@ -11,9 +11,10 @@ import torch
 
 from parts.patience import PATIENCE_S
 from polyturn.errors import RankError
+from polyturn.trainer import roll_call
 from polyturn.trainer.ranks import ProcessRanks
 
-DEADLINE_S = 2.0
+DEADLINE_S = 4.0  # also what a busy machine may take to form a group
 
 
 def talk(ranks: ProcessRanks) -> str:
@@ -51,17 +52,53 @@ def stop_a_rank(ranks: ProcessRanks) -> str:
 
 def silent_driver(ranks: ProcessRanks) -> str:
     """The driver stands still as a whole, the thread that speaks for it too."""
+    ranks.gather("here", "all to be there")
     if ranks.rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     return ranks.hear()[0]
 
 
-SCENES = {scene.__name__: scene for scene in (talk, lose_a_rank, stop_a_rank, silent_driver)}
+def silent_store(ranks: ProcessRanks) -> str:
+    """The driver stands still, and with it the store at which rank 1 would form one more group."""
+    ranks.gather("here", "all to be there")
+    if ranks.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    ranks.context(2)
+    return "it went on"
+
+
+def late_for_the_roll(ranks: ProcessRanks) -> str:
+    """The driver stands still before the others are counted: see `join_late`."""
+    if ranks.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return "it joined"
+
+
+def join_late() -> ProcessRanks:
+    """Rank 1 comes late to the store, where rank 0 has been already."""
+    connect = roll_call._own_connection
+
+    def connect_late() -> object:
+        time.sleep(DEADLINE_S)
+        return connect()
+
+    if os.environ["RANK"] == "1":
+        roll_call._own_connection = connect_late
+    return join()
+
+
+def join() -> ProcessRanks:
+    """Join the others."""
+    return ProcessRanks.join(deadline_s=DEADLINE_S, start_deadline_s=PATIENCE_S)
+
+
+SCENES = {scene.__name__: scene for scene in (talk, lose_a_rank, stop_a_rank, silent_driver, silent_store, late_for_the_roll)}
 
 if __name__ == "__main__":
+    scene = SCENES[sys.argv[1]]
     try:
-        joined = ProcessRanks.join(deadline_s=DEADLINE_S, start_deadline_s=PATIENCE_S)
-        print(SCENES[sys.argv[1]](joined), flush=True)
+        joined = join_late() if scene is late_for_the_roll else join()
+        print(scene(joined), flush=True)
         joined.leave()
     except RankError as lost:
         print(f"RankError: {lost}", flush=True)

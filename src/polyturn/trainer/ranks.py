@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from polyturn.errors import RankError
+from polyturn.errors import DeadlineError, RankError
+from polyturn.trainer import groups
 from polyturn.trainer.buckets import in_buckets
 from polyturn.trainer.context import Context
 from polyturn.trainer.roll_call import RollCall
@@ -109,10 +110,12 @@ class ProcessRanks:
         self.size = dist.get_world_size()
         self._owns_group = owns_group
         self._on_lost = on_lost or (lambda error: None)
-        self._group = dist.new_group(timeout=datetime.timedelta(seconds=deadline_s))
-        self._roll = RollCall(self.rank, self.size)
         self._deadline_s = deadline_s
         self._waiting = waiting or (lambda what, seconds: nullcontext())
+        with _named(f"a group of all ranks (rank {self.rank} of {self.size})", self._waiting, deadline_s, _KEY):
+            limit = datetime.timedelta(seconds=deadline_s)
+            self._group = groups.form(lambda: dist.new_group(timeout=limit), deadline_s)
+            self._roll = groups.form(lambda: RollCall(self.rank, self.size), deadline_s)
         self._speaking = threading.Lock()
         self._ended = threading.Event()
         if self.rank == 0:
@@ -138,9 +141,7 @@ class ProcessRanks:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         with _named("all ranks to join", waiting, start_deadline_s, "its deadline"):
             owns_group = not dist.is_initialized()
-            if owns_group:
-                dist.init_process_group(backend, timeout=datetime.timedelta(seconds=start_deadline_s))
-            dist.barrier()
+            groups.form(lambda: _meet(backend if owns_group else None, start_deadline_s), start_deadline_s)
         return cls(deadline_s=deadline_s, waiting=waiting, on_lost=on_lost, owns_group=owns_group)
 
     def leave(self) -> None:
@@ -156,30 +157,24 @@ class ProcessRanks:
         """All ranks, where `shard_ranks` is their number; else copies of so many ranks, neighbours. A collective."""
         if shard_ranks == self.size:
             return DeviceMesh.from_group(self._group, device_type)
-        places = torch.arange(self.size).reshape(-1, shard_ranks)
-        limit = datetime.timedelta(seconds=self._deadline_s)
-        across, within = (
-            [dist.new_group(line, timeout=limit) for line in lines.tolist()] for lines in (places.T.contiguous(), places)
-        )
-        groups = [across[self.rank % shard_ranks], within[self.rank // shard_ranks]]
-        return DeviceMesh.from_group(groups, device_type, mesh=places, mesh_dim_names=("copies", "shards"))
+        return self._mesh(device_type, shard_ranks, ("copies", "shards"))
 
     def tensor_mesh(self, device_type: str, size: int) -> DeviceMesh:
         """Groups of `size` neighbours that compute layers together (`tensor`), and across them (`shards`). A collective."""
-        places = torch.arange(self.size).reshape(-1, size)
-        limit = datetime.timedelta(seconds=self._deadline_s)
-        across, within = (
-            [dist.new_group(line, timeout=limit) for line in lines.tolist()] for lines in (places.T.contiguous(), places)
-        )
-        groups = [across[self.rank % size], within[self.rank // size]]
-        return DeviceMesh.from_group(groups, device_type, mesh=places, mesh_dim_names=("shards", "tensor"))
+        return self._mesh(device_type, size, ("shards", "tensor"))
 
     def context(self, size: int) -> Context:
         """The ranks that this one shares rows with: `size` neighbours. A collective of all ranks."""
-        limit = datetime.timedelta(seconds=self._deadline_s)
-        lines = torch.arange(self.size).reshape(-1, size).tolist()
-        groups = [dist.new_group(line, timeout=limit) for line in lines]
-        return Context(groups[self.rank // size], size, self.rank % size)
+        _, _, row = self._cut(size)
+        return Context(row, size, self.rank % size)
+
+    def _mesh(self, device_type: str, size: int, names: tuple[str, str]) -> DeviceMesh:
+        places, column, row = self._cut(size)
+        return DeviceMesh.from_group([column, row], device_type, mesh=places, mesh_dim_names=names)
+
+    def _cut(self, size: int) -> tuple[Tensor, Any, Any]:
+        with self._collective(f"groups of {size} ranks"):
+            return groups.form(lambda: groups.cut(self.size, size, self.rank, self._deadline_s), self._deadline_s)
 
     def lost(self, what: str, error: BaseException) -> RankError:
         """What to raise when `what` did not come about because of `error`: it names who is gone, where that can be seen."""
@@ -271,13 +266,19 @@ class ProcessRanks:
         return _named(f"{what} (rank {self.rank} of {self.size})", self._waiting, self._deadline_s, _KEY, self._roll)
 
 
+def _meet(backend: str | None, deadline_s: float) -> None:
+    if backend is not None:
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=deadline_s))
+    dist.barrier()
+
+
 @contextmanager
 def _named(what: str, waiting: Waiting, deadline_s: float, key: str, roll: RollCall | None = None) -> Iterator[None]:
     """Turn what torch raises, when a rank is gone or late, into a RankError that names the wait."""
     try:
         with waiting(what, deadline_s):
             yield
-    except (RuntimeError, ValueError, ConnectionError, TimeoutError) as error:  # torch's own are RuntimeErrors
+    except (RuntimeError, ValueError, ConnectionError, TimeoutError, DeadlineError) as error:  # torch's own are RuntimeErrors
         raise _lost(what, error, deadline_s, key, roll) from error
 
 

@@ -16,6 +16,9 @@ from typing import Any
 
 import torch.distributed
 
+from polyturn.errors import DeadlineError
+from polyturn.processes.deadlines import run_with_deadline
+
 dist: Any = torch.distributed  # most of what is used of it is in no stub
 _BEAT_S = 1.0
 _LOOK_S = 3.5
@@ -48,14 +51,14 @@ class RollCall:
 
     def missing(self) -> list[str]:
         """The ranks that don't count any more, each with its machine and process. Takes a few seconds."""
-        found: list[list[str]] = []
-        # A store whose process stands still answers nobody, and waits for it can't be cut short.
-        look = threading.Thread(target=lambda: found.append(self._look()), name="roll call, a look", daemon=True)
-        look.start()
-        look.join(_LOOK_S + 2 * _STORE_S)
+        try:
+            # A store whose process stands still answers nobody, and waits for it can't be cut short.
+            gone = run_with_deadline(self._look, _LOOK_S + 2 * _STORE_S, "the store of the ranks")
+        except DeadlineError:
+            gone = [_NO_STORE]
         if self._rank == 0:
             time.sleep(_STORE_S)  # the store may be in this process, which ends next, and the others look too
-        return found[0] if found else [_NO_STORE]
+        return gone
 
     def _look(self) -> list[str]:
         try:

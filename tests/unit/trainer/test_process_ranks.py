@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from parts.patience import PATIENCE_S
+from parts.ranks import DEADLINE_S
 from parts.runs import child_environment, run_python
 
 pytestmark = pytest.mark.real
@@ -58,12 +59,42 @@ def test_a_rank_that_is_killed_ends_the_others_at_once():
 def test_a_rank_that_hangs_is_noticed_within_the_deadline():
     (said,) = play("stop_a_rank", 2, waited_for=(0,))
     assert said.startswith("RankError: waited for the gradients of optimizer step 7 (rank 0 of 2)")
-    assert "took longer than trainer.collective_deadline_s=2" in said
+    assert f"took longer than trainer.collective_deadline_s={DEADLINE_S:g}" in said
 
 
 def test_a_driver_that_hangs_is_noticed_by_those_who_wait_for_its_word():
     (said,) = play("silent_driver", 2, waited_for=(1,))
     assert said.startswith("RankError: waited for the driver's next word (rank 1 of 2)")
+
+
+@pytest.mark.parametrize(
+    ("scene", "waits_for"), [("silent_store", "groups of 2 ranks"), ("late_for_the_roll", "a group of all ranks")]
+)
+def test_a_driver_that_hangs_is_noticed_by_those_who_would_meet_at_its_store(scene, waits_for):
+    (said,) = play(scene, 2, waited_for=(1,))
+    assert said.startswith(
+        f"RankError: waited for {waits_for} (rank 1 of 2) and lost it: waited {DEADLINE_S + 5:g} s for the store"
+    )
+    assert said.endswith(f"took longer than trainer.collective_deadline_s={DEADLINE_S:g}")
+
+
+JOINS = """
+from polyturn.errors import RankError
+from polyturn.trainer.ranks import ProcessRanks
+try:
+    ProcessRanks.join(deadline_s=2, start_deadline_s=2)
+except RankError as lost:
+    print(lost)
+"""
+
+
+def test_a_store_that_takes_no_calls_ends_a_rank_that_would_join():
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(mute.getsockname()[1])}
+        ended = run_python(JOINS, timeout_s=PATIENCE_S, **place)
+    assert ended.out.startswith("waited for all ranks to join and lost it: waited 7 s for the store"), ended
 
 
 ENDS = """

@@ -1,0 +1,39 @@
+"""Groups of ranks, formed in time. Ranks meet at a store, and torch waits for one whose process stands still without an end."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from polyturn.processes.deadlines import run_with_deadline
+
+T = TypeVar("T")
+_cuda: Any = torch.cuda  # part of it is in no stub
+
+_GRACE_S = 5.0
+"""Torch keeps some deadlines itself, and then says more than that time is up."""
+
+
+def form(make: Callable[[], T], deadline_s: float) -> T:
+    """`make()`, which talks to the store of the ranks. Raises DeadlineError, and what torch raises."""
+    device = _cuda.current_device() if _cuda.is_initialized() else None  # a look must not begin to use a GPU
+
+    def make_on_device() -> T:
+        if device is not None:  # each thread has its own
+            _cuda.set_device(device)
+        return make()
+
+    return run_with_deadline(make_on_device, deadline_s + _GRACE_S, "the store at which the ranks meet")
+
+
+def cut(num_ranks: int, size: int, rank: int, deadline_s: float) -> tuple[torch.Tensor, Any, Any]:
+    """All ranks in rows of `size` neighbours: the table, the group of this rank's column, and that of its row. A collective."""
+    limit = datetime.timedelta(seconds=deadline_s)
+    places = torch.arange(num_ranks).reshape(-1, size)
+    columns = [dist.new_group(line, timeout=limit) for line in places.T.tolist()]
+    rows = [dist.new_group(line, timeout=limit) for line in places.tolist()]
+    return places, columns[rank % size], rows[rank // size]
