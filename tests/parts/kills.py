@@ -18,7 +18,7 @@ PHASES = {
     "rollout": ("polyturn.loop.sync", "make_groups"),
     "batches": ("polyturn.loop.sync", "build_batches"),
     "trajectories": ("polyturn.loop.sync", "save_trajectories"),
-    "backward": ("polyturn.trainer.trainer", "policy_loss"),
+    "backward": ("polyturn.trainer.passes", "policy_loss"),
     "optimizer": ("polyturn.trainer.parallel", "clip"),
     "push": ("polyturn.weight_sync.in_process", "check_coverage"),
     "metrics": ("polyturn.loop.sync", "rollout_metrics"),

@@ -25,7 +25,7 @@ from polyturn.loop.sync import build_run, train
 from polyturn.metrics.run_folder import RunFolder
 from polyturn.metrics.sinks import MetricsLog
 from polyturn.rollouts import episode
-from polyturn.trainer import trainer
+from polyturn.trainer import passes, trainer
 from polyturn.trainer.row import RowTensors, to_tensors
 from polyturn.trainer.scorer import Scorer
 from polyturn.trainer.trainer import Trainer
@@ -68,7 +68,7 @@ def keep_stale_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def score_the_token_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = to_tensors
     monkeypatch.setattr(
-        trainer, "to_tensors", lambda row, device: replace((t := whole(row, device)), predicting_N=t.predicting_N + 1)
+        passes, "to_tensors", lambda row, device: replace((t := whole(row, device)), predicting_N=t.predicting_N + 1)
     )
 
 
@@ -79,7 +79,7 @@ def let_rows_mix(monkeypatch: pytest.MonkeyPatch) -> None:
         tensors = whole(row, device)
         return replace(tensors, position_ids_T=torch.arange(len(tensors.position_ids_T)))
 
-    monkeypatch.setattr(trainer, "to_tensors", running_positions)
+    monkeypatch.setattr(passes, "to_tensors", running_positions)
 
 
 def report_another_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,13 +137,13 @@ def test_6_gradients_do_not_depend_on_the_cut():
 
 
 def normalise_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = trainer.policy_loss
+    whole = passes.policy_loss
 
     def by_row(inputs: Any, options: Any) -> Any:
         result = whole(inputs, options)
         return replace(result, loss=result.loss / inputs.token_weights_N.sum())
 
-    monkeypatch.setattr(trainer, "policy_loss", by_row)
+    monkeypatch.setattr(passes, "policy_loss", by_row)
 
 
 def forget_all_but_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:

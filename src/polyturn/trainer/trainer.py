@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -18,30 +17,25 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from polyturn.errors import DeviceMemoryError, NonFiniteError, RankError, TrainingError
-from polyturn.losses.base import LossInputs, required
-from polyturn.losses.policy import policy_loss
-from polyturn.losses.ratio import segment_log_ratio
-from polyturn.losses.sampler import sampler_weights
 from polyturn.processes.garbage import put_aside
 from polyturn.trainer.beside_engines import BesideEngines
-from polyturn.trainer.context import own_part
 from polyturn.trainer.context_attention import CutProbe, attend_across
-from polyturn.trainer.device import to_device
 from polyturn.trainer.layers import prepare_layers
 from polyturn.trainer.optimizer import learning_rate_at
 from polyturn.trainer.parallel import OnDemand, ShardedWeights, context_of, lay_out
+from polyturn.trainer.passes import Passes, Prepared
 from polyturn.trainer.random_state import RandomState, random_state
 from polyturn.trainer.ranks import Alone, Ranks
 from polyturn.trainer.record import Record
 from polyturn.trainer.reference import present, reference_of, without_gradient
-from polyturn.trainer.row import RowsOnDemand, RowTensors, one_sample, to_tensors
+from polyturn.trainer.row import one_sample
 from polyturn.trainer.scorer import Scorer, refuse_mixed_samples
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.sharding import same_parameters
 from polyturn.trainer.shared_prefixes import sharing_of
 from polyturn.trainer.shares import Share, from_bytes, share_out, to_bytes
 from polyturn.trainer.whole import gather_shards
-from polyturn.types import PackedRow, TrainBatch
+from polyturn.types import TrainBatch
 from polyturn.weight_sync.base import WeightSource, WholeWeights, checksum
 from polyturn.weight_sync.transfer import BUCKET_BYTES, buckets
 
@@ -51,18 +45,6 @@ Contents: TypeAlias = Literal["all", "model"]
 _TRAIN, _GATHER, _SCORE, _SAVE, _END = "train", "gather", "score", "save", "end"
 _COMPILING = 2
 """Steps that compile, as a rule: the first, and one with rows of another length."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    """A share on the device, with what its loss needs from outside a row. Lists run over rows."""
-
-    rows: Sequence[RowTensors]
-    token_weights: list[Tensor]
-    old_logprobs: list[Tensor] | None
-    """The policy's before the first optimizer step on this batch; None where this forward is that policy."""
-    reference_logprobs: list[Tensor] | None
-    whole_segments: bool
 
 
 class Trainer:
@@ -108,6 +90,15 @@ class Trainer:
         """Ranks that get the same rows."""
         self._speaks = self._ranks.rank % settings.tensor_ranks == 0
         """Whether this rank's numbers count, of those that have the same."""
+        self._passes = Passes(
+            self._score,
+            settings,
+            layout=self._layout,
+            ranks=self._ranks,
+            context=self._context,
+            reference=self._reference,
+            speaks=self._speaks,
+        )
         self.version = version
         self.optimizer_step = 0
         self._device = next(model.parameters()).device
@@ -257,7 +248,7 @@ class Trainer:
         self.model.eval()
         record = Record()
         with present(self._reference):
-            prepared = self._prepare(shares[0], record, keep_old=False)
+            prepared = self._passes.prepare(shares[0], record, version=self.version, keep_old=False)
         self._forward_backward(prepared, record)
         return record.metrics([record.note()])
 
@@ -298,7 +289,8 @@ class Trainer:
         self.model.eval()
         record = Record()
         with present(self._reference), self._layout.meeting("the log-probabilities of a step's rows"):
-            prepared = [self._prepare(share, record, keep_old=self._several(len(shares))) for share in shares]
+            keep_old = self._several(len(shares))
+            prepared = [self._passes.prepare(share, record, version=self.version, keep_old=keep_old) for share in shares]
         for _ in range(self.settings.num_iterations):
             for share in prepared:
                 self._forward_backward(share, record)
@@ -306,23 +298,6 @@ class Trainer:
         self.version += 1
         note = record.note() if self._speaks else Record().note()
         return record.metrics(self._ranks.gather(note, "the metrics of a step"))
-
-    def _prepare(self, share: Share, record: Record, *, keep_old: bool) -> _Prepared:
-        rows = RowsOnDemand(share.rows, self._bring)
-        for row in share.rows:
-            ages = self.version - row.policy_version[row.loss_mask]
-            record.ages.append((float(ages.sum()), len(ages)))
-        return _Prepared(
-            rows=rows,
-            token_weights=[to_device(weights, self._device) for weights in share.token_weights],
-            old_logprobs=without_gradient(self._score, rows) if keep_old else None,
-            reference_logprobs=None if self._reference is None else self._reference.logprobs(rows),
-            whole_segments=share.whole_segments,
-        )
-
-    def _bring(self, row: PackedRow) -> RowTensors:
-        """The tensors of a row, or of this rank's tokens of it."""
-        return to_tensors(row, self._device) if self._context is None else own_part(row, self._device, self._context)
 
     def _cut_rows(self, reference: torch.nn.Module | None) -> None:
         """Let the models attend across the ranks that share rows. Raises ModelError where that changes what they compute."""
@@ -334,82 +309,9 @@ class Trainer:
             gap = probe.gap()
         probe.refuse(self._ranks.gather(gap, "the first cut row of all ranks"))
 
-    def _whole_segments(self, batch: _Prepared) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Ratio and sampler weight over whole turns or trajectories, where their tokens lie in several rows.
-
-        Costs an extra forward, since a mean over the tokens of one row would be another number.
-        """
-        if not batch.whole_segments:
-            return None
-        loss, rows = self.settings.loss, batch.rows
-        with self._layout.meeting("the log-probabilities of whole segments"):
-            now = without_gradient(self._score, rows)
-        columns = (
-            [now, now if batch.old_logprobs is None else batch.old_logprobs, [row.engine_logprobs_N for row in rows]],
-            [[row.trajectory_index_N for row in rows], [row.turn_index_N for row in rows]],
-        )
-        (now_N, old_N, engine_N), (trajectory_N, turn_N) = (
-            [self._whole_column(column, kind) for column in group]
-            for group, kind in zip(columns, (torch.float32, torch.int64), strict=True)
-        )
-        indices = {"trajectory_index_N": trajectory_N[0], "turn_index_N": turn_N[0]}
-        ratio_N = segment_log_ratio(now_N[0] - old_N[0], required(loss.ratio_level, "ratio_level"), **indices)
-        weight_N = sampler_weights(old_N[0] - engine_N[0], loss, **indices)
-        own = slice(now_N[1], now_N[1] + sum(len(row.targets_N) for row in rows))
-        return _cut(ratio_N[own], rows), _cut(weight_N[own], rows)
-
-    def _whole_column(self, of_rows: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, int]:
-        """Values of this rank's rows between those of the other ranks', and where its own begin."""
-        own_N = torch.cat(list(of_rows)) if of_rows else torch.zeros(0, dtype=dtype, device=self._device)
-        what = "the log-probabilities of whole segments"
-        if self._speaks:
-            return self._ranks.concatenate(own_N, what)
-        whole_N, end = self._ranks.concatenate(own_N[:0], what)
-        return whole_N, end - len(own_N)  # after those of the neighbour that has the same
-
-    def _forward_backward(self, batch: _Prepared, record: Record) -> None:
-        segments = self._whole_segments(batch)
-        losses: list[Tensor] = []
-        for index in range(len(batch.rows)):
-            with self._layout.row(last=index == len(batch.rows) - 1):
-                self._one_row(batch, index, segments, record, losses)
-        # One look per optimizer step: reading a number waits for the device. Of one type also on a rank without trained tokens.
-        total = torch.stack(losses).sum().double() if losses else torch.zeros((), dtype=torch.float64, device=self._device)
-        record.losses.append(total.clone())
-        self._ranks.sum_in_place([total], f"the loss of optimizer step {self.optimizer_step}")
+    def _forward_backward(self, batch: Prepared, record: Record) -> None:
+        total = self._passes.forward_backward(batch, record, f"the loss of optimizer step {self.optimizer_step}")
         self._refuse_non_finite("loss", total)
-
-    def _one_row(
-        self,
-        batch: _Prepared,
-        index: int,
-        segments: tuple[list[Tensor], list[Tensor]] | None,
-        record: Record,
-        losses: list[Tensor],
-    ) -> None:
-        """Add the gradient of one row, and note what it came to."""
-        row = batch.rows[index]
-        logprobs_N, entropy_N = self._score(row)
-        if not len(row.targets_N):
-            logprobs_N.sum().backward()  # type: ignore[no-untyped-call]
-            return  # a row that is there for the others' sake
-        inputs = LossInputs(
-            trainer_logprobs_N=logprobs_N,
-            old_logprobs_N=None if batch.old_logprobs is None else batch.old_logprobs[index],
-            engine_logprobs_N=row.engine_logprobs_N,
-            reference_logprobs_N=None if batch.reference_logprobs is None else batch.reference_logprobs[index],
-            advantages_N=row.advantages_N,
-            token_weights_N=row.of(batch.token_weights[index]),
-            trajectory_index_N=row.trajectory_index_N,
-            turn_index_N=row.turn_index_N,
-            segment_log_ratio_N=None if segments is None else segments[0][index],
-            sampler_weight_N=None if segments is None else segments[1][index],
-        )
-        result = policy_loss(inputs, self.settings.loss)
-        result.loss.backward()  # type: ignore[no-untyped-call]
-        record.results.append(result)
-        losses.append(result.loss.detach())
-        record.entropies.append(entropy_N)
 
     def _optim_step(self, record: Record) -> None:
         record.learning_rate = learning_rate_at(self.optimizer_step, self.settings)
@@ -455,8 +357,3 @@ def _out_of_memory(error: BaseException, settings: TrainerSettings, longest: int
         f"the GPU ran out of memory in a training step with rows of up to {longest} tokens ({said}); set one of "
         f"{', '.join(changes)}; docs/memory.md has what each saves"
     )
-
-
-def _cut(values_N: Tensor, rows: Sequence[RowTensors]) -> list[Tensor]:
-    """Values of all rows, back into rows."""
-    return list(torch.split(values_N, [len(row.targets_N) for row in rows]))

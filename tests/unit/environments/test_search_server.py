@@ -5,12 +5,18 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import socket
+import struct
 import subprocess
 import sys
+import threading
+import time
+from dataclasses import replace
 
 import pytest
 
 from contracts.test_search_backends import PASSAGES, served
+from parts.patience import PATIENCE_S
 from parts.runs import child_environment
 from polyturn.environments.search.memory import MemoryIndex
 from polyturn.environments.search.server import MOST_BYTES, SearchServer
@@ -82,6 +88,40 @@ def test_a_search_that_breaks_is_an_error_of_one_request():
             connection.request("POST", "/search", json.dumps({"queries": [query]}))
             assert connection.getresponse().status == status
             connection.close()
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["while it is searched for", "in the middle of its request"])
+def test_a_client_that_leaves_is_nothing_to_speak_of(capfd, whole):
+    left, searches = threading.Event(), []
+
+    def search(query, k):
+        searches.append(query)
+        assert query == "stays" or left.wait(30)
+        return [] if query == "stays" else [replace(PASSAGES[0], text="x" * (8 << 20))]  # more than a socket holds
+
+    server = SearchServer(search)
+    ended = threading.Semaphore(0)
+    close_request = server.shutdown_request
+    server.shutdown_request = lambda request: (close_request(request), ended.release())
+    body = json.dumps({"queries": ["leaves"]}).encode()
+    head = f"POST /search HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    with served(server) as url:
+        host, port = url.removeprefix("http://").split(":")
+        client = socket.create_connection((host, int(port)))
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+        client.sendall(head.encode() + (b"\r\n" + body if whole else b""))
+        deadline = time.monotonic() + PATIENCE_S
+        while whole and not searches and time.monotonic() < deadline:
+            time.sleep(0.01)
+        client.close()
+        left.set()
+        assert ended.acquire(timeout=PATIENCE_S)
+        connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
+        connection.request("POST", "/search", json.dumps({"queries": ["stays"]}))
+        assert json.loads(connection.getresponse().read()) == {"results": [[]]}
+        connection.close()
+    assert searches == (["leaves", "stays"] if whole else ["stays"])
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_command_serves_and_refuses():

@@ -44,6 +44,11 @@ class SearchServer(ThreadingHTTPServer):
         self.search = search
         self.token = token
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say what went wrong; that a client has left, as one whose deadline passed does, is nothing to say."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
     @property
     def url(self) -> str:
         """The base of its URLs."""
