@@ -13,6 +13,8 @@ REAL_STAMP := $(VENV)/.real
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 WORKERS ?= 2
+# Each holds a vLLM of several GiB, or two.
+VLLM_WORKERS ?= 2
 
 # Idle OpenMP threads would spin, and take the cores away from whoever works.
 export OMP_WAIT_POLICY := PASSIVE
@@ -81,7 +83,7 @@ unit: venv
 test-real: export OMP_NUM_THREADS := 1
 test-real: needs-data real vllm ## The tests with real parts: minutes, and POLYTURN_DATA must name the data folder
 	$(BIN)/python -m pytest -m "real and not gpu and not vllm" -n $(WORKERS) --dist loadfile --durations 10
-	$(VLLM_VENV)/bin/python -m pytest -m "vllm and not gpu" -n 0 --durations 10
+	$(VLLM_VENV)/bin/python -m pytest -m "vllm and not gpu" -n $(VLLM_WORKERS) --dist loadfile --durations 10
 
 .PHONY: needs-data
 needs-data:

@@ -20,10 +20,10 @@ _GRACE_S = 5.0
 
 def form(make: Callable[[], T], deadline_s: float) -> T:
     """`make()`, which talks to the store of the ranks. Raises DeadlineError, and what torch raises."""
-    device = _cuda.current_device() if _cuda.is_initialized() else None  # a look must not begin to use a GPU
+    device = _cuda.current_device() if _cuda.is_initialized() else 0  # a look must not begin to use a GPU
 
     def make_on_device() -> T:
-        if device is not None:  # each thread has its own
+        if device:  # each thread has its own, and begins with 0
             _cuda.set_device(device)
         return make()
 
