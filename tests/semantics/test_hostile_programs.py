@@ -136,6 +136,7 @@ for _ in range(5):
                 print("FOUND", pid, way)
     time.sleep(0.1)
 """
+    await gone(sandbox.pid)
     waiting = asyncio.ensure_future(sandbox.run(Program(source=waits)))
     try:
         await present(sandbox.pid)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 
 import pytest
@@ -267,7 +266,6 @@ def test_values_at_the_edge_are_accepted(sections):
     resolve(recipe(**sections), num_train_tasks=None)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("polyturn.config.presets") is None, reason="polyturn.config.presets is not there")
 def test_an_unknown_preset_is_refused_with_the_rest():
     lines = refusals(recipe(rollout={"group_size": 1}, algorithm={"loss": "grop"}))
     assert len(lines) == 2

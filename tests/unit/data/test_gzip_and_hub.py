@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import sys
 import types
@@ -125,7 +124,6 @@ def test_without_the_package_the_line_that_installs_it_is_said(monkeypatch):
 
 
 @pytest.mark.real
-@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="the extra `hub` is not installed")
 @pytest.mark.filterwarnings("ignore")
 def test_the_package_itself_reads_a_folder_in_place_of_a_data_set(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -217,8 +217,8 @@ def test_any_bytes_are_records_or_one_sentence(folder, content, name):
 # ── Parquet ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.real
 def test_parquet_round_trip(tmp_path):
-    pytest.importorskip("pyarrow")
     rows = [
         {"question": "2 + 2?", "answer": "4", "tags": ["sum"], "messages": [{"role": "user", "content": "x"}]},
         {"question": "é 🙂", "answer": None, "tags": [], "messages": []},

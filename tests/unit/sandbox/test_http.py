@@ -256,6 +256,7 @@ async def test_a_client_that_leaves_ends_its_program(served):
     server, sandbox = served
     remote = HttpSandbox(server.url, token="right")
     await remote.start()
+    await gone(sandbox.pid)
     running = asyncio.ensure_future(remote.run(Program(source="while True: pass"), Limits(wall_s=60)))
     await present(sandbox.pid)
     running.cancel()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from parts.processes import descendants, gone, present
+from parts.processes import children, descendants, gone, present
 from polyturn.errors import IsolationError, ResourceError, SandboxError
 from polyturn.sandbox import folders, pool
 from polyturn.sandbox.base import Limits, Program, Tests
@@ -25,6 +25,7 @@ async def test_a_supervisor_that_dies_is_an_error_of_the_sandbox_and_the_next_pr
     sandbox = LocalSandbox(LIMITS)
     await sandbox.start()
     try:
+        await gone(sandbox.pid)
         running = asyncio.ensure_future(sandbox.run(FOREVER))
         judged = asyncio.ensure_future(sandbox.run_tests(FOREVER, Tests(cases=("assert True",))))
         first = sandbox.pid
@@ -93,6 +94,7 @@ async def test_a_cancelled_program_is_ended():
     sandbox = LocalSandbox(LIMITS)
     await sandbox.start()
     try:
+        await gone(sandbox.pid)
         for job in (sandbox.run(FOREVER), sandbox.run_tests(FOREVER, Tests(cases=("assert True",)))):
             running = asyncio.ensure_future(job)
             await present(sandbox.pid)
@@ -189,11 +191,6 @@ async def test_more_folders_to_import_from(tmp_path):
     finally:
         await sandbox.stop()
     assert (tmp_path / "extra_module_of_a_test.py").read_text() == "x = 5"
-
-
-def children(pid: int) -> set[int]:
-    """Those who descend from `pid` at one remove."""
-    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 def open_descriptors() -> set[str]:
