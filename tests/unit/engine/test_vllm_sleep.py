@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 
+from parts.patience import PATIENCE_S
 from polyturn.engine import vllm_core
 from polyturn.engine.vllm import VllmEngine
 from polyturn.engine.vllm_core import Sampled, VllmCore, VllmSettings
@@ -91,7 +92,7 @@ def test_weights_that_were_dropped_serve_nobody_before_they_were_brought():
 
 
 class ScriptedCore(VllmCore):
-    """Answers every request with one token after two steps."""
+    """Answers every request with one token after two steps; nobody while its gate is closed."""
 
     max_model_len, vocab_size = 64, 32
 
@@ -116,7 +117,8 @@ class ScriptedCore(VllmCore):
 
     def step(self) -> list[Sampled]:
         assert not self._asleep
-        self.gate.wait(30)
+        if not self.gate.wait(0.001):
+            return []  # so that whoever asks meanwhile is taken in
         self._steps += 1
         if self._steps % 2:
             return []
@@ -206,7 +208,7 @@ async def test_it_sleeps_when_those_under_way_have_their_answers(engine):
     gate = engine._thread._core.gate
     gate.clear()
     asked = [asyncio.ensure_future(engine.generate((1, 2), ASKED)) for _ in range(3)]
-    async with deadline(30, "three requests to be under way"):
+    async with deadline(PATIENCE_S, "three requests to be under way"):
         while len(engine._thread._running) < 3:  # noqa: ASYNC110 - nobody sets an event
             await asyncio.sleep(0.001)
     sleeping = asyncio.ensure_future(engine.sleep())
