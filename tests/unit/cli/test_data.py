@@ -72,11 +72,14 @@ def test_check_names_every_bad_row_and_ends_with_2(data):
     assert len([found for found in json.loads("\n".join(out))["findings"] if found["severity"] == "error"]) == 30
 
 
-def test_files_that_can_not_be_read_are_one_sentence(data):
+def test_files_that_can_not_be_read_are_one_sentence(data, monkeypatch):
     code, out, err = data("check", "gone.jsonl")
     assert (code, out) == (2, [])
     assert err == ["polyturn: error: gone.jsonl does not exist; give a JSONL, JSON, CSV or Parquet file"]
-    assert data("check", "hf:owner/name")[0] == 2
+    monkeypatch.setitem(sys.modules, "datasets", None)  # installed, it would ask the hub
+    code, _, err = data("check", "hf:owner/name")
+    assert code == 2
+    assert "pip install 'polyturn[hub]'" in err[0]
     assert data("check")[0] == 2
 
 
