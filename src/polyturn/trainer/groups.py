@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -30,10 +30,8 @@ def form(make: Callable[[], T], deadline_s: float) -> T:
     return run_with_deadline(make_on_device, deadline_s + _GRACE_S, "the store at which the ranks meet")
 
 
-def cut(num_ranks: int, size: int, rank: int, deadline_s: float) -> tuple[torch.Tensor, Any, Any]:
-    """All ranks in rows of `size` neighbours: the table, the group of this rank's column, and that of its row. A collective."""
+def own(lines: Sequence[Sequence[int]], rank: int, deadline_s: float) -> Any:
+    """A group of each line of ranks, which are all of them; returns that of `rank`. A collective."""
     limit = datetime.timedelta(seconds=deadline_s)
-    places = torch.arange(num_ranks).reshape(-1, size)
-    columns = [dist.new_group(line, timeout=limit) for line in places.T.tolist()]
-    rows = [dist.new_group(line, timeout=limit) for line in places.tolist()]
-    return places, columns[rank % size], rows[rank // size]
+    formed = [dist.new_group(list(line), timeout=limit) for line in lines]
+    return next(group for group, line in zip(formed, lines, strict=True) if rank in line)

@@ -165,16 +165,21 @@ class ProcessRanks:
 
     def context(self, size: int) -> Context:
         """The ranks that this one shares rows with: `size` neighbours. A collective of all ranks."""
-        _, _, row = self._cut(size)
-        return Context(row, size, self.rank % size)
+        return Context(self._group_of(self._places(size)), size, self.rank % size)
 
     def _mesh(self, device_type: str, size: int, names: tuple[str, str]) -> DeviceMesh:
-        places, column, row = self._cut(size)
-        return DeviceMesh.from_group([column, row], device_type, mesh=places, mesh_dim_names=names)
+        places = self._places(size)
+        across_and_within = [self._group_of(places.T), self._group_of(places)]
+        return DeviceMesh.from_group(across_and_within, device_type, mesh=places, mesh_dim_names=names)
 
-    def _cut(self, size: int) -> tuple[Tensor, Any, Any]:
-        with self._collective(f"groups of {size} ranks"):
-            return groups.form(lambda: groups.cut(self.size, size, self.rank, self._deadline_s), self._deadline_s)
+    def _places(self, size: int) -> Tensor:
+        """All ranks, `size` neighbours a row."""
+        return torch.arange(self.size).reshape(-1, size)
+
+    def _group_of(self, places: Tensor) -> Any:
+        """Make a group of each row of `places`, and take that of this rank. A collective."""
+        with self._collective(f"groups of {places.shape[1]} ranks"):
+            return groups.form(lambda: groups.own(places.tolist(), self.rank, self._deadline_s), self._deadline_s)
 
     def lost(self, what: str, error: BaseException) -> RankError:
         """What to raise when `what` did not come about because of `error`: it names who is gone, where that can be seen."""
