@@ -25,7 +25,8 @@ vllm_float32    200  $ENGINES 190 --cases vllm/single_copy/float32
 checkpoint      420  python3 benchmarks/checkpoint.py --parameters 1.5e9 --device cuda --saves 1 --folder /tmp --out OUT/checkpoint.json
 planner_float32  90  python3 benchmarks/planner_gpu.py --cases train/Qwen2.5-0.5B/float32 --out OUT/planner.json
 vllm_tests      240  $TEST tests/gpu/test_vllm_gpu.py tests/gpu/test_single_copy_gpu.py
-two_tests       240  $TEST tests/gpu/test_shards_gpu.py
+two_tests       500  $TEST tests/gpu/test_shards_gpu.py
+two_vllm        120  $TEST tests/gpu/test_vllm_gpu.py::test_an_engine_lies_on_the_gpu_that_it_was_given
 two_one_rank    120  $RANKS --nproc-per-node 1 benchmarks/trainer_scaling.py --model 1.5B --out OUT/scaling_1.json
 two_fsdp2       120  $RANKS --nproc-per-node 2 benchmarks/trainer_scaling.py --model 1.5B --out OUT/scaling_2.json
 two_64k         150  $RANKS --nproc-per-node 2 benchmarks/trainer_scaling.py --model 0.5B --context-ranks 2 --samples 1 --sample-tokens 65536 --row-tokens 65536 --activations full --steps 3 --out OUT/context_2.json
@@ -41,6 +42,12 @@ fi
 out=$1
 shift
 mkdir -p "$out"
+python3 - <<'EOF' | tee "$out/missing"
+from importlib.util import find_spec
+missing = [name for name in ("torch", "vllm", "trl", "pytest", "pytest_asyncio", "hypothesis", "xdist") if find_spec(name) is None]
+if missing:
+    print(f"not installed, so some parts will fail: {', '.join(missing)}")
+EOF
 for part in "$@"; do
   read -r _ seconds command < <(grep -E "^$part " <<< "$LIST") || { echo "no part $part" | tee -a "$out/done"; continue; }
   command=${command//OUT/$out} command=${command//PART/$part} began=$SECONDS

@@ -112,7 +112,7 @@ def main() -> None:
                     found |= {f"{name}_tokens": batch.num_tokens, f"{name}_s": round(seconds, 4)}
                     gradients.append(gradient)
                 found["gain"] = round(found["plain_s"] / found["shared_s"], 2)
-                rows = [lay_out(samples, row_tokens=options.row_tokens, shared=shared) for shared in (False, True)]
+                rows = [lay_out(samples, row_tokens=options.row_tokens, sharing=sharing) for sharing in (None, trainer.sharing)]
                 found["estimate"] = round(trainer.sharing.gain(*rows), 2)
                 found["gradient"] = float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
                 lines.append(found)

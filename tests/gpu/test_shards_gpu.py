@@ -15,7 +15,7 @@ from numerics.test_shared_prefixes import ALWAYS, everything
 from parts.models import gradients, tiny_model
 from parts.runs import child_environment
 from parts.samples import on_policy, packed, random_samples, trainer_settings
-from parts.shard_cases import KERNEL_CASES
+from parts.shard_scenes import ON_GPUS
 from polyturn.trainer.attention import VARLEN, use_attention
 from polyturn.trainer.context import Context, own_part
 from polyturn.trainer.context_attention import by_samples, masked
@@ -24,8 +24,6 @@ from polyturn.trajectories.pack import pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 GPU = torch.device("cuda")
-LAYERS = ("layers", "tensor=2")
-CUT = ("cut", "parallel=fsdp2", "context=2")
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -75,7 +73,7 @@ def test_a_rank_s_chunks_in_the_kernel_and_with_a_mask(tree: bool, window: int |
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("words", [("equal",), ("compiled",), ("resumed",), CUT, (*CUT, *KERNEL_CASES), LAYERS], ids=" ".join)
+@pytest.mark.parametrize("words", ON_GPUS, ids=" ".join)
 def test_two_ranks_over_nccl(words: tuple[str, ...]):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -92,7 +90,7 @@ def test_two_ranks_over_nccl(words: tuple[str, ...]):
     ]
     said = [rank.communicate(timeout=400)[0] for rank in ranks]
     found = json.loads(said[0].strip().splitlines()[-1])
-    if words == ("resumed",):
+    if words[0] == "resumed":
         assert all(mode["equal"] for mode in found.values()), found
     else:
         wrong = {name: gaps for name, gaps in found.items() if max(gaps.values()) > (5e-2 if "bfloat16" in name else 1e-4)}

@@ -411,6 +411,16 @@ ALL = (
     zero3_lose_a_rank,
 )
 SCENES = {scene.__name__: scene for scene in ALL}
+CUT_IN_TWO = ("cut", "parallel=fsdp2", "context=2")
+ON_GPUS = (
+    ("compiled",),
+    ("resumed", "parallel=fsdp2", "tensor=1"),
+    CUT_IN_TWO,
+    (*CUT_IN_TWO, *KERNEL_CASES),
+    ("layers", "parallel=fsdp2", "tensor=2"),
+    ("equal",),
+)
+"""What two GPUs play (`tests/gpu/test_shards_gpu.py`), the longest last."""
 
 if __name__ == "__main__":
     joined = ProcessRanks.join(deadline_s=60, start_deadline_s=PATIENCE_S)

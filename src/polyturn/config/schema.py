@@ -335,7 +335,7 @@ class TrainerSection(Section):
     row_tokens: int | None = Field(default=None, gt=0)
     """Token budget of a packed row, which is one micro-batch; 1024 on a CPU, 8192 on a GPU, or a whole trajectory if longer."""
     share_prefixes: Literal["auto", "on", "off"] = "auto"
-    """Compute the common beginning of a group's samples once a row; `auto`: on a CPU, where it pays by an estimate."""
+    """Compute the common beginning of a group's samples once a row; `auto`: where it pays by an estimate."""
     num_ranks: int = Field(default=1, gt=0)
     """Processes that train one policy together, each on its share of the rows."""
     parallel: Literal["auto", "single", "ddp", "zero1", "fsdp2", "deepspeed"] = "auto"

@@ -23,6 +23,11 @@ from polyturn.types import TrainSample
 _MOST_GAP = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Between log-probabilities with and without; usually far less. Types of 16 bits round too much to be held to less than 0.1."""
 
+_LEAST = 3.3e11
+"""What a layer can compute forward, in operations, while its kernels are launched, forward and backward, on an H200: 2.5 ms."""
+_PER_NUMBER = 8e3
+"""The same of laying out a number of a key or value anew, and of adding up its gradients. Both: see docs/scaling.md."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -32,7 +37,7 @@ def sharing_of(score: Scorer, asked: Literal["auto", "on", "off"]) -> Sharing | 
     A model that gives other log-probabilities with than without doesn't share: that is tried out.
     """
     attention = getattr(score.model.config, "_attn_implementation", "sdpa")
-    if asked == "off" or (asked == "auto" and attention == VARLEN):  # keys laid out anew were not measured on a GPU yet
+    if asked == "off":
         return None
     gap = _gap(score) if score.may_share() else None
     dtype = next(score.model.parameters()).dtype
@@ -44,18 +49,26 @@ def sharing_of(score: Scorer, asked: Literal["auto", "on", "off"]) -> Sharing | 
             raise ModelError(f"trainer.share_prefixes=on: this model can't ({why}); use auto or off")
         _log.info("prefixes are not shared: %s", why)
         return None
-    return _costs(score.model, dense=attention != VARLEN, always=asked == "on")
+    on_gpu = next(score.model.parameters()).is_cuda
+    return costs(score.model, dense=attention != VARLEN, on_gpu=on_gpu, always=asked == "on")
 
 
-def _costs(model: Any, *, dense: bool, always: bool) -> Sharing:
+def costs(model: Any, *, dense: bool, on_gpu: bool, always: bool = False) -> Sharing:
     """In operations of a forward pass: twice the weights a token, four times heads x head size a pair and layer."""
     layers, config = decoder_layers(model), model.config
     weights = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
     heads = int(config.num_attention_heads)
-    width = heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    keys = int(getattr(config, "num_key_value_heads", None) or heads) * size
+    # What a compiled layer keeps of a token.
+    inside = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    kept = 4 * config.hidden_size + 2 * heads * size + 5 * keys + 3 * inside
     return Sharing(
         per_token=2.0 * weights,
-        per_pair=4.0 * width * len(layers),
+        per_pair=4.0 * heads * size * len(layers),
+        per_key=0.0 if dense else 2.0 * keys * _PER_NUMBER * len(layers),
+        room_per_key=0.0 if dense else 2 * keys / kept,
+        least=_LEAST * len(layers) if on_gpu else 0.0,
         dense=dense,
         always=always,
     )

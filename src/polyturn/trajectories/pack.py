@@ -32,9 +32,9 @@ def pack(
             raise SampleError(
                 f"{sample.trajectory_id}: {len(sample)} tokens do not fit a row of {row_tokens}; raise trainer.row_tokens"
             )
-    chosen = lay_out(samples, row_tokens=row_tokens, shared=False)
+    chosen = lay_out(samples, row_tokens=row_tokens)
     if sharing is not None:
-        shared = lay_out(samples, row_tokens=row_tokens, shared=True)
+        shared = lay_out(samples, row_tokens=row_tokens, sharing=sharing)
         if sharing.pays(chosen, shared):
             chosen = shared
     numbers: dict[str, int] = {}
@@ -49,12 +49,13 @@ def pack(
     )
 
 
-def lay_out(samples: Sequence[TrainSample], *, row_tokens: int, shared: bool) -> list[list[Tree]]:
+def lay_out(samples: Sequence[TrainSample], *, row_tokens: int, sharing: Sharing | None = None) -> list[list[Tree]]:
     """What goes into each row: samples by themselves, or trees of them."""
-    units = [alone(number, sample) for number, sample in enumerate(samples)]
-    if shared:
-        units = trees(samples, most_tokens=row_tokens)
-    return [[units[unit] for unit in row] for row in _bins([tree.num_tokens for tree in units], row_tokens)]
+    units, sizes = [alone(number, sample) for number, sample in enumerate(samples)], list(map(len, samples))
+    if sharing is not None:
+        units = trees(samples, most_tokens=row_tokens, room=sharing.room)
+        sizes = list(map(sharing.room, units))
+    return [[units[unit] for unit in row] for row in _bins(sizes, row_tokens)]
 
 
 def _bins(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:

@@ -10,7 +10,7 @@ sample, and the gradients add up to the same. A token may be common to several s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,16 +46,27 @@ class Tree:
         return sum(segment.end - segment.start for segment in self.segments)
 
     @property
+    def num_keys(self) -> int:
+        """Tokens that each segment sees, its own and those above, summed over segments."""
+        return sum(self._through)
+
+    @property
     def num_pairs(self) -> float:
         """Pairs of a token and one that it sees."""
-        before: list[int] = []
         total = 0.0
-        for segment in self.segments:
-            above = 0 if segment.parent < 0 else before[segment.parent]
+        for segment, through in zip(self.segments, self._through, strict=True):
             length = segment.end - segment.start
-            before.append(above + length)
-            total += length * (above + (length + 1) / 2)
+            total += length * (through - length + (length + 1) / 2)
         return total
+
+    @property
+    def _through(self) -> list[int]:
+        """The length of each segment with those above it."""
+        found: list[int] = []
+        for segment in self.segments:
+            above = 0 if segment.parent < 0 else found[segment.parent]
+            found.append(above + segment.end - segment.start)
+        return found
 
 
 def alone(number: int, sample: TrainSample) -> Tree:
@@ -70,8 +81,11 @@ def tree_of(samples: Sequence[TrainSample], numbers: Sequence[int]) -> Tree:
     return Tree(segments=tuple(segments), samples=tuple(numbers))
 
 
-def trees(samples: Sequence[TrainSample], *, most_tokens: int) -> list[Tree]:
-    """Trees of at most `most_tokens`, of samples of one group each; every sample is in one. Equal input gives equal trees."""
+def trees(samples: Sequence[TrainSample], *, most_tokens: int, room: Callable[[Tree], int]) -> list[Tree]:
+    """Trees that take at most `most_tokens` by `room`, of samples of one group each; every sample is in one.
+
+    Equal input gives equal trees.
+    """
     groups: dict[tuple[str, float], list[int]] = {}
     for number, sample in enumerate(samples):
         groups.setdefault((sample.group_id, sample.temperature), []).append(number)
@@ -80,12 +94,12 @@ def trees(samples: Sequence[TrainSample], *, most_tokens: int) -> list[Tree]:
         # Neighbours in this order have the longest common beginnings.
         members.sort(key=lambda number: (samples[number].input_ids.tolist(), number))
         whole = tree_of(samples, members)
-        if whole.num_tokens <= most_tokens:
+        if room(whole) <= most_tokens:
             found.append(whole)
             continue
         chunk: list[int] = []
         for number in members:
-            if chunk and tree_of(samples, [*chunk, number]).num_tokens > most_tokens:
+            if chunk and room(tree_of(samples, [*chunk, number])) > most_tokens:
                 found.append(tree_of(samples, chunk))
                 chunk = []
             chunk.append(number)

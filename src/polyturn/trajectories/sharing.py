@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,16 +14,25 @@ LEAST_GAIN = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """What a token and a pair of tokens cost the model, in operations or any other unit.
+    """What tokens, pairs of tokens, and keys that are laid out once more cost the model, in operations or any other unit.
 
     `dense`: attention computes every pair of a row and masks, with or without sharing, but for a row of one sample. Else it
-    computes the pairs that count. `always` skips the estimate.
+    computes the pairs that count, and lays out keys in rows with common beginnings; one of those takes the memory of
+    `room_per_key` tokens. A row costs no less than `least`: however short it is, its kernels are launched. `always` skips the
+    estimate.
     """
 
     per_token: float
     per_pair: float
+    per_key: float = 0.0
+    room_per_key: float = 0.0
+    least: float = 0.0
     dense: bool = True
     always: bool = False
+
+    def room(self, tree: Tree) -> int:
+        """How many tokens of a row `tree` takes the place of, with the keys that are there more often than its tokens."""
+        return tree.num_tokens + math.ceil(self.room_per_key * (tree.num_keys - tree.num_tokens))
 
     def gain(self, plain: Sequence[Sequence[Tree]], shared: Sequence[Sequence[Tree]]) -> float:
         """How many times as fast the rows `shared` are as the rows `plain`, by the estimate."""
@@ -33,12 +43,16 @@ class Sharing:
         return self.always or self.gain(plain, shared) >= LEAST_GAIN
 
     def _cost(self, rows: Sequence[Sequence[Tree]]) -> float:
-        tokens = sum(tree.num_tokens for row in rows for tree in row)
+        return sum(max(self.least, self._of_row(row)) for row in rows)
+
+    def _of_row(self, row: Sequence[Tree]) -> float:
+        tokens = sum(tree.num_tokens for tree in row)
         if self.dense:
-            pairs = float(sum(_dense_pairs(row) for row in rows))
-        else:
-            pairs = sum(tree.num_pairs for row in rows for tree in row)
-        return tokens * self.per_token + pairs * self.per_pair
+            return tokens * self.per_token + _dense_pairs(row) * self.per_pair
+        pairs = sum(tree.num_pairs for tree in row)
+        anew = any(len(tree.segments) > 1 for tree in row)
+        keys = sum(tree.num_keys for tree in row) if anew else 0
+        return tokens * self.per_token + pairs * self.per_pair + keys * self.per_key
 
 
 def _dense_pairs(row: Sequence[Tree]) -> float:
