@@ -91,7 +91,7 @@ def trees(samples: Sequence[TrainSample], *, most_tokens: int, room: Callable[[T
         groups.setdefault((sample.group_id, sample.temperature), []).append(number)
     found: list[Tree] = []
     for members in groups.values():
-        # Neighbours in this order have the longest common beginnings. Bytes, the highest first, are ordered as their numbers are.
+        # Neighbours in this order have the longest common beginnings. Bytes, the highest first, are ordered as numbers.
         members.sort(key=lambda number: (samples[number].input_ids.astype(">u4").tobytes(), number))
         whole = tree_of(samples, members)
         if room(whole) <= most_tokens:
