@@ -18,9 +18,9 @@ prefix_tests     90  $TEST tests/gpu/test_shards_gpu.py::test_shared_beginnings_
 prefixes        240  python3 benchmarks/prefix_sharing.py --model 0.5B --device cuda --prompts 256 1024 4096 --completions 128 512 --group-sizes 8 16 --row-tokens 16384 --out OUT/prefix_sharing.json
 peer            560  python3 benchmarks/peer_trl.py --steps 23 --parts polyturn/full polyturn/shared trl --out OUT/peer_trl.json
 profile          90  python3 benchmarks/trainer_profile.py 135M/384x64/rows32k/full/compiled --steps 4
-server_lora     240  $ENGINES 230 --cases vllm_server/lora
-server_single   200  $ENGINES 190 --cases vllm_server/single_copy
-server_restart  200  $ENGINES 190 --cases vllm_server/restart
+server_lora     360  $ENGINES 350 --case-limit-s 345 --cases vllm_server/lora
+server_single   240  $ENGINES 230 --cases vllm_server/single_copy
+server_restart  360  $ENGINES 350 --case-limit-s 345 --cases vllm_server/restart
 vllm_float32    200  $ENGINES 190 --cases vllm/single_copy/float32
 checkpoint      420  python3 benchmarks/checkpoint.py --parameters 1.5e9 --device cuda --saves 1 --folder /tmp --out OUT/checkpoint.json
 planner_float32  90  python3 benchmarks/planner_gpu.py --cases train/Qwen2.5-0.5B/float32 --out OUT/planner.json
@@ -32,7 +32,8 @@ two_fsdp2       120  $RANKS --nproc-per-node 2 benchmarks/trainer_scaling.py --m
 two_64k         150  $RANKS --nproc-per-node 2 benchmarks/trainer_scaling.py --model 0.5B --context-ranks 2 --samples 1 --sample-tokens 65536 --row-tokens 65536 --activations full --steps 3 --out OUT/context_2.json
 two_64k_one     150  $RANKS --nproc-per-node 1 benchmarks/trainer_scaling.py --model 0.5B --samples 1 --sample-tokens 65536 --row-tokens 65536 --activations full --steps 3 --out OUT/context_1.json
 two_push        240  python3 benchmarks/push_nccl.py --out OUT/push_nccl.json --limit-s 230
-two_copies      240  python3 benchmarks/shared_copies.py --out OUT/shared_copies.json --limit-s 230
+two_engines     240  $ENGINES 230 --cases vllm_server/nccl
+two_placements  560  python3 benchmarks/placements.py --out OUT/placements.json --limit-s 550
 "
 
 if [[ $# -lt 2 ]]; then

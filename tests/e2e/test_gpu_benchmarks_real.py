@@ -66,9 +66,10 @@ def test_planner(tmp_path):
     assert all(found[name]["planned_gib"] >= 0 for name in cases)
 
 
-def test_runs_with_one_copy(tmp_path):
-    found = run("shared_copies.py", tmp_path / "copies.json", "--small", "--steps", "2", "--cases", "one server/wide")
-    one = found["one server/wide"]
-    assert (one["code"], one["steps"], one["policy_version"], one["policy_age"]) == (0, 2, 2, 0)
-    assert one["mismatch_max"] < 1e-4
-    assert one["push_s"] > 0
+def test_placements(tmp_path):
+    names = ("one server/wide", "two shards/tiny/float32")
+    found = run("placements.py", tmp_path / "placements.json", "--small", "--steps", "2", "--cases", *names)
+    for one in map(found.__getitem__, names):
+        assert (one["code"], one["steps"], one["policy_version"], one["policy_age"]) == (0, 2, 2, 0)
+        assert one["mismatch_max"] < 1e-4
+        assert one["push_s"] > 0

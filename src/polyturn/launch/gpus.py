@@ -28,8 +28,8 @@ def num_own_servers(recipe: Recipe) -> int:
 def place(recipe: Recipe, gpus: Sequence[str]) -> Placement:
     """GPUs for the trainer's ranks and the engine servers: the first ones and the last ones, unless the recipe names them.
 
-    A vLLM server may share the trainer's GPU where both are named and weights come by files (`lora`, `restart`), and must
-    where they are one copy (`single_copy`).
+    A vLLM server may share a GPU of the trainer where both are named and weights come by files (`lora`, `restart`) or from a
+    rank elsewhere (`nccl`: rank 0 sends), and must where they are one copy (`single_copy`).
     Raises ConfigError for GPUs that aren't there, are too few, or are given out twice.
     """
     trainer, engine = recipe.trainer, recipe.engine
@@ -65,11 +65,11 @@ def place(recipe: Recipe, gpus: Sequence[str]) -> Placement:
             f"trainer.devices={list(first)} and engine.devices={list(last)}: weight_sync.mode=single_copy is one copy of the "
             f"weights for rank and server of one GPU; set both to {list(first)}, or use weight_sync.mode=nccl"
         )
-    if both and engine.kind == "vllm_server" and recipe.weight_sync.mode == "nccl":
+    if engine.kind == "vllm_server" and recipe.weight_sync.mode == "nccl" and first[0] in both:
         raise ConfigError(
-            f"trainer.devices={list(first)} and engine.devices={list(last)} share GPU {both[0]}, and NCCL can't connect two "
-            f"processes on one GPU (weight_sync.mode={recipe.weight_sync.mode}); use weight_sync.mode=single_copy, lora or "
-            "restart, or give each a GPU of its own"
+            f"trainer.devices={list(first)} and engine.devices={list(last)} share GPU {first[0]}, from which rank 0 sends, and "
+            f"NCCL can't connect two processes on one GPU (weight_sync.mode={recipe.weight_sync.mode}); use "
+            "weight_sync.mode=single_copy, lora or restart, or give each a GPU of its own"
         )
     if both and engine.kind != "vllm_server":
         raise ConfigError(

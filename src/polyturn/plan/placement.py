@@ -85,8 +85,9 @@ def refusals(recipe: Recipe, facts: ModelFacts) -> Iterator[str]:
     count = num_engines(recipe) * tensor_parallel(recipe)
     if is_server(recipe) and devices is not None and len(devices) != count:
         yield f"engine.devices={list(devices)} has {len(devices)} GPUs for {count}, those of all servers; name one for each"
-    if mode == "nccl" and shared:
-        seat = shared[0]
+    senders = [seat for seat in shared if seat.rank == 0]
+    if mode == "nccl" and senders:
+        seat = senders[0]
         yield (
             f"weight_sync.mode=nccl between trainer-{seat.rank} and engine-{seat.engine} on GPU {seat.number}: NCCL takes a "
             "GPU into a process group once, and refuses or hangs; give the engine a GPU of its own (engine.devices=null), or "

@@ -157,12 +157,29 @@ def test_a_vllm_server_may_share_the_trainers_gpu_where_nothing_connects_them(mo
     assert place(made, ["5"]) == Placement(trainer=("5",), engines=("5",))
 
 
+def test_a_vllm_server_may_lie_beside_a_rank_that_sends_nothing():
+    made = recipe(
+        trainer={"devices": [0, 1], "num_ranks": 2},
+        engine={"kind": "vllm_server", "devices": [1]},
+        weight_sync={"mode": "nccl"},
+    )
+    assert place(made, ["4", "5"]) == Placement(trainer=("4", "5"), engines=("5",))
+
+
 @pytest.mark.parametrize(
     ("made", "said"),
     [
         (
             recipe(trainer={"devices": [0]}, engine={"kind": "vllm_server", "devices": [0]}, weight_sync={"mode": "nccl"}),
-            r"share GPU 0, and NCCL can't connect two processes on one GPU \(weight_sync\.mode=nccl\); use weight_sync\.mode",
+            r"share GPU 0, from which rank 0 sends, and NCCL can't connect two processes on one GPU \(weight_sync\.mode=nccl\)",
+        ),
+        (
+            recipe(
+                trainer={"devices": [1, 0], "num_ranks": 2},
+                engine={"kind": "vllm_server", "devices": [1]},
+                weight_sync={"mode": "nccl"},
+            ),
+            r"engine\.devices=\[1\] share GPU 1, from which rank 0 sends",
         ),
         (
             on_vllm("single_copy"),

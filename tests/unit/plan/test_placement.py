@@ -127,6 +127,15 @@ def test_nccl_within_one_gpu_is_refused_with_the_reason():
     assert refused(**shared, model={"lora": {"rank": 8}}) == ""
 
 
+def test_a_server_may_lie_beside_a_rank_that_sends_nothing():
+    two = {"num_ranks": 2, "parallel": "fsdp2", "devices": [0, 1]}
+    plan = plan_of(engine={"kind": "vllm_server", "devices": [1]}, trainer=two, weight_sync={"mode": "nccl"})
+    assert plan.refused == ()
+    assert roles(plan) == [("trainer-0", (0,)), ("trainer-1 and engine-0", (1,))]
+    said = refused(engine={"kind": "vllm_server", "devices": [0]}, trainer=two, weight_sync={"mode": "nccl"})
+    assert "between trainer-0 and engine-0 on GPU 0" in said
+
+
 def test_nccl_within_one_gpu_is_refused_by_the_placement_too():
     recipe = recipe_of(engine={"kind": "vllm_server", "devices": [0]}, trainer={"devices": [0]}, weight_sync={"mode": "nccl"})
     (said,) = refusals(recipe, facts_of())

@@ -1,6 +1,9 @@
-"""Whole runs in which trainer and vLLM servers hold one copy of the weights: a server a rank, or ranks on a server's parts.
+"""Whole runs on one or two GPUs: one copy of the weights for trainer and vLLM servers, or shards that are pushed to a server.
 
-    python benchmarks/shared_copies.py --out benchmarks/results/shared_copies.json [--cases NAME ...] [--limit-s 540]
+    python benchmarks/placements.py --out benchmarks/results/placements.json [--cases NAME ...] [--limit-s 540]
+
+With one copy there is a server a rank, or ranks train on a server's parts. Shards (FSDP2) are on both GPUs and go over NCCL to
+a server on the second, which is not the rank's that sends.
 
 A case is `polyturn train` on the quickstart's tasks, with every push checked by checksums. `tiny` is the quickstart's own
 model, `wide` one with random weights in the layers of Qwen2.5-1.5B, which weighs 1.3 billion parameters and gets rewards at
@@ -50,6 +53,9 @@ class Case:
 
     gpus: int
     words: tuple[str, ...]
+    mode: str = "single_copy"
+    engines: tuple[int, ...] | None = None
+    """GPUs of the servers; None for those of the trainer."""
     model: str = "tiny"
     dtype: str = "bfloat16"
 
@@ -57,7 +63,10 @@ class Case:
 ONE = ("trainer.num_ranks=1", "engine.num_servers=1")
 RANKS = ("trainer.num_ranks=2", "engine.num_servers=2")
 PARTS = ("trainer.num_ranks=2", "trainer.tensor_ranks=2", "engine.tensor_parallel_size=2")
+SHARDS = ("trainer.num_ranks=2", "trainer.parallel=fsdp2", "engine.num_servers=1")
 CASES = {
+    "two shards/wide": Case(gpus=2, words=SHARDS, mode="nccl", engines=(1,), model="wide"),
+    "two shards/tiny/float32": Case(gpus=2, words=SHARDS, mode="nccl", engines=(1,), dtype="float32"),
     "two parts/tiny/float32": Case(gpus=2, words=PARTS, dtype="float32"),
     "two parts/wide": Case(gpus=2, words=PARTS, model="wide"),
     "two servers/wide": Case(gpus=2, words=RANKS, model="wide"),
@@ -71,7 +80,8 @@ CASES = {
 def words_of(case: Case, model: str, folder: Path, *, steps: int, on_gpu: bool) -> list[str]:
     """The overrides of a case."""
     numbers = list(range(case.gpus))
-    placed = (f"trainer.devices={numbers}", f"engine.devices={numbers}", "engine.gpu_memory_utilization=0.4")
+    engines = numbers if case.engines is None else list(case.engines)
+    placed = (f"trainer.devices={numbers}", f"engine.devices={engines}", "engine.gpu_memory_utilization=0.4")
     dtype = case.dtype if on_gpu else "float32"
     return [
         f"run.output_dir={folder}",
@@ -80,7 +90,7 @@ def words_of(case: Case, model: str, folder: Path, *, steps: int, on_gpu: bool) 
         f"model.dtype={dtype}",
         "engine.kind=vllm_server",
         "engine.start_deadline_s=420",
-        "weight_sync.mode=single_copy",
+        f"weight_sync.mode={case.mode}",
         "weight_sync.verify_every=1",
         "weight_sync.max_mismatch=1.0",
         "evaluation.episodes=0",
@@ -144,7 +154,7 @@ def inside(name: str, options: argparse.Namespace) -> None:
         told(refused=f"{case.gpus} GPUs are needed, and there is {options.gpus}")
         return
     model = options.wide if case.model == "wide" else "builtin:tiny"
-    with tempfile.TemporaryDirectory(prefix="copies-") as scratch, Watch() as watch:
+    with tempfile.TemporaryDirectory(prefix="placements-") as scratch, Watch() as watch:
         words = words_of(case, model, Path(scratch), steps=options.steps, on_gpu=on_gpu)
         log = Path(scratch) / "said.txt"
         with log.open("w") as said:
