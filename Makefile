@@ -82,6 +82,7 @@ unit: venv
 
 test-real: export OMP_NUM_THREADS := 1
 test-real: needs-data real vllm ## The tests with real parts: minutes, and POLYTURN_DATA must name the data folder
+	$(BIN)/python -m pytest -m "hypothesis and not real and not gpu" --hypothesis-profile thorough -n $(WORKERS) --durations 5
 	$(BIN)/python -m pytest -m "real and not gpu and not vllm" -n $(WORKERS) --dist loadfile --durations 10
 	$(VLLM_VENV)/bin/python -m pytest -m "vllm and not gpu" -n $(VLLM_WORKERS) --dist loadfile --durations 10
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from polyturn.engine.vllm import VllmEngine
 
 # A machine that others keep busy is no failure of the code.
-settings.register_profile("polyturn", deadline=None)
+settings.register_profile("polyturn", deadline=None, max_examples=30)
+# `make test-real` tries more, and the same ones every time: new ones are for the quick tests, which everybody runs.
+settings.register_profile("thorough", deadline=None, max_examples=300, derandomize=True)
 settings.load_profile("polyturn")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -152,8 +153,8 @@ def load_hardware(*added: str | Path) -> Hardware:
     gpus: dict[str, Gpu] = {}
     instances: dict[str, Instance] = {}
     dates: dict[str, str] = {}
-    for path in (_KNOWN, *map(Path, added)):
-        file = _read(path)
+    files = [(_KNOWN, _known()), *((path, _read(path)) for path in map(Path, added))]
+    for path, file in files:
         gpus.update(file.gpus)
         instances.update(file.instances)
         dates.update(dict.fromkeys(file.instances, file.date))
@@ -161,6 +162,12 @@ def load_hardware(*added: str | Path) -> Hardware:
             if instance.gpu not in gpus:
                 raise ConfigError(f"{path}: instances.{name}.gpu={instance.gpu} is no known GPU; {nearest(instance.gpu, gpus)}")
     return Hardware(gpus=gpus, instances=instances, dates=dates)
+
+
+@cache
+def _known() -> _File:
+    """What comes with Polyturn, which doesn't change while a process lives."""
+    return _read(_KNOWN)
 
 
 def _read(path: Path) -> _File:
