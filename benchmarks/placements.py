@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cases import ENVIRONMENT, Told, end_on_signal, options_of, python, run_chosen
+from cases import END_S, ENVIRONMENT, Told, end_on_signal, options_of, python, run_chosen
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "quickstart" / "recipe.yaml"
@@ -160,10 +160,13 @@ def inside(name: str, options: argparse.Namespace) -> None:
         with log.open("w") as said:
             child = subprocess.Popen(python("-m", "polyturn", "train", str(RECIPE), *words), stdout=said, stderr=said)
             try:
-                code = child.wait()
+                code = child.wait()  # until the case's own deadline, which ends the whole group
             finally:
                 child.terminate()
-                child.wait()
+                try:
+                    child.wait(END_S)
+                except subprocess.TimeoutExpired:
+                    child.kill()
         print(log.read_text()[-6000:], flush=True)
         told(words=case.words, code=code, used_gib=[round(most, 2) for most in watch.most])
         metrics = next(Path(scratch).glob("*/metrics.jsonl"), None)
