@@ -8,6 +8,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH="$PWD/src:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
+export VLLM_USE_FLASHINFER_SAMPLER=0  # it would be compiled for a minute first, or isn't there
 TEST="python3 -m pytest -q -m gpu -n 0 -p no:cacheprovider -p no:logging"
 RANKS="python3 -m torch.distributed.run --standalone"
 ENGINES="python3 benchmarks/gpu_engines.py --out OUT/engines_PART.json --limit-s"
@@ -17,6 +18,7 @@ LIST="
 prefix_tests     90  $TEST tests/gpu/test_shards_gpu.py::test_shared_beginnings_in_the_kernel tests/gpu/test_shards_gpu.py::test_a_rank_s_chunks_in_the_kernel_and_with_a_mask
 prefixes        240  python3 benchmarks/prefix_sharing.py --model 0.5B --device cuda --prompts 256 1024 4096 --completions 128 512 --group-sizes 8 16 --row-tokens 16384 --out OUT/prefix_sharing.json
 peer            560  python3 benchmarks/peer_trl.py --steps 23 --parts polyturn/full polyturn/shared trl --out OUT/peer_trl.json
+first_steps     120  python3 benchmarks/first_steps.py --out OUT/first_steps.json
 profile          90  python3 benchmarks/trainer_profile.py 135M/384x64/rows32k/full/compiled --steps 4
 server_lora     360  $ENGINES 350 --case-limit-s 345 --cases vllm_server/lora
 server_single   240  $ENGINES 230 --cases vllm_server/single_copy
@@ -32,8 +34,8 @@ two_fsdp2       120  $RANKS --nproc-per-node 2 benchmarks/trainer_scaling.py --m
 two_64k         150  $RANKS --nproc-per-node 2 benchmarks/trainer_scaling.py --model 0.5B --context-ranks 2 --samples 1 --sample-tokens 65536 --row-tokens 65536 --activations full --steps 3 --out OUT/context_2.json
 two_64k_one     150  $RANKS --nproc-per-node 1 benchmarks/trainer_scaling.py --model 0.5B --samples 1 --sample-tokens 65536 --row-tokens 65536 --activations full --steps 3 --out OUT/context_1.json
 two_push        240  python3 benchmarks/push_nccl.py --out OUT/push_nccl.json --limit-s 230
-two_engines     240  $ENGINES 230 --cases vllm_server/nccl
-two_placements  560  python3 benchmarks/placements.py --out OUT/placements.json --limit-s 550
+two_engines     310  $ENGINES 300 --case-limit-s 295 --cases vllm_server/nccl
+two_placements  560  python3 benchmarks/placements.py --out OUT/placements.json --limit-s ${PLACEMENTS_S:-550}
 "
 
 if [[ $# -lt 2 ]]; then

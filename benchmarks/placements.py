@@ -11,7 +11,8 @@ random (`random_rewards.py`). In the result for each case, from the run's own me
 
 - `mismatch`, `mismatch_max`: of log-probabilities, engine against trainer, over all steps: near zero in float32, and in
   bfloat16 what rounding makes of it. `policy_age` is 0 when nothing was sampled from older weights.
-- `push_s`, `train_s`, `rollout_s`: medians over the steps after the first; a push has its checksums with it.
+- `push_s`, `train_s`, `rollout_s`: medians over the steps after the first; a push has its checksums with it. Servers compile
+  nothing, to be up within a minute, so their rollouts take longer than a user's would.
 - `used_gib`: the most that the driver said was used of each GPU, by whomever, sampled once a second.
 
 `refused` stands where a machine lacks the GPUs. On a CPU (`--small`) two cores do for everything.
@@ -90,6 +91,7 @@ def words_of(case: Case, model: str, folder: Path, *, steps: int, on_gpu: bool) 
         f"model.dtype={dtype}",
         "engine.kind=vllm_server",
         "engine.start_deadline_s=420",
+        "engine.extra_args={enforce_eager: true}",
         f"weight_sync.mode={case.mode}",
         "weight_sync.verify_every=1",
         "weight_sync.max_mismatch=1.0",
@@ -107,12 +109,11 @@ def wide_model(folder: Path, *, small: bool) -> str:
     import transformers
 
     from polyturn.config.load import load_recipe
-    from polyturn.environments.registry import build_environment
     from polyturn.loop.build import policy_folder
+    from polyturn.loop.check import check
 
-    recipe = load_recipe(RECIPE)
-    environment = build_environment(recipe.environment.id, dict(recipe.environment.args))
-    tiny = asyncio.run(policy_folder(recipe, environment, print, recipe.model.path))
+    checked = check(load_recipe(RECIPE))  # the tiny model is trained when the cache doesn't hold it, with the recipe's limits
+    tiny = asyncio.run(policy_folder(checked.recipe, checked.environment, print, checked.recipe.model.path))
     shutil.copytree(tiny, folder, dirs_exist_ok=True)
     settings = transformers.AutoConfig.from_pretrained(tiny)
     for key, value in (QWEN_1_5B if not small else {"num_hidden_layers": 3}).items():

@@ -175,9 +175,25 @@ def _fused(function: Callable[..., Any], device: torch.device) -> Callable[..., 
     if device.type != "cuda":
         return function
     if function not in _COMPILED:
-        # Not `dynamic`: the vocabulary stays a constant then, and an index into the logits costs no division by a variable.
-        _COMPILED[function] = torch.compile(function)
+        _COMPILED[function] = _for_any_count(torch.compile(function))
     return _COMPILED[function]
+
+
+def _for_any_count(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile for chunks of any number of tokens at once, wherever in a row they lie.
+
+    Not `dynamic`: the vocabulary stays a constant then, and an index into the logits costs no division by a variable.
+    """
+
+    def fused(product_CV: Tensor, bias_V: Tensor | None, *numbers: Any) -> Any:
+        # What is compiled for a slice that begins in the middle is compiled again for one that begins a row: no slices, then.
+        whole = [number.clone() if isinstance(number, Tensor) else number for number in numbers]
+        for tensor in (product_CV, *whole):
+            if isinstance(tensor, Tensor):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return run(product_CV, bias_V, *whole)
+
+    return fused
 
 
 def _product(hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from polyturn.errors import ModelError
@@ -68,8 +69,22 @@ def _changed(kind: type[torch.nn.Module], activations: Activations, compiled: bo
     if activations != "keep":
         forward = _recomputing(forward, selective=activations == "selective")
     if compiled:
-        forward = torch.compile(forward)
+        forward = _for_any_length(torch.compile(forward))
     return type(kind.__name__, (kind,), {"forward": forward, "plain_class": kind, "__module__": kind.__module__})
+
+
+def _for_any_length(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile for rows of any length at once, not for the first one's alone and then again."""
+
+    def forward(layer: torch.nn.Module, hidden_1TH: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        length = hidden_1TH.shape[1]
+        for tensor in tree_leaves((hidden_1TH, arguments, keywords)):
+            if isinstance(tensor, torch.Tensor):
+                varying = [place for place, size in enumerate(tensor.shape) if size == length or tensor.ndim == 1]
+                torch._dynamo.maybe_mark_dynamic(tensor, varying)
+        return run(layer, hidden_1TH, *arguments, **keywords)
+
+    return forward
 
 
 def _recomputing(run: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
