@@ -19,8 +19,8 @@ from polyturn.loop.tasks import open_stream
 from polyturn.metrics.run_folder import RunFolder
 
 GIB = 1 << 30
-TOLERATED_NATS = {"bfloat16": 0.5, "float32": 0.01}
-"""How much less probable than the trainer's choice an engine's greedy token may be: rounding decides between near ties."""
+NEAR_TIE = 1e-3
+"""In nats: closer ones may fall either way in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,9 @@ async def steps(running: Running, told: Told) -> None:
     told(held_before_push_gib=held_gib())
     told(first_push_s=round(await running.push(), 4), held_after_push_gib=held_gib())
     told(**await running.coverage())
-    told(**named("first", await running.judge()))
+    first = await running.judge()
+    rounding = first["gap_largest"]
+    told(**named("first", first))
     told(**await running.rates())
     pushes, phases = [], []
     for number in range(running.sizes.pushes):
@@ -169,12 +171,12 @@ async def steps(running: Running, told: Told) -> None:
         if number == 0:
             # Against answers of the weights before: what a push that did nothing would look like.
             stale, _ = running.gap(asked)
-            told(mismatch=mismatch, gap_stale=stale, **await running.judge(), **await running.coverage())
+            told(mismatch=mismatch, gap_stale=stale, **await running.judge(rounding), **await running.coverage())
     told(
         pushes_s=[round(seconds, 4) for seconds in pushes],
         push_s=round(statistics.median(pushes), 4),
         push_phases_s=medians_of(phases),
-        **named("last", await running.judge()),
+        **named("last", await running.judge(rounding)),
         **(gpu_memory()),
     )
 
@@ -283,8 +285,12 @@ class Running:
                 differences += [abs(one - other) for one, other in zip(own, answer.engine_logprobs, strict=True)]
         return round(statistics.fmean(differences), 6), round(max(differences), 6)
 
-    async def judge(self) -> dict[str, Any]:
-        """Greedy answers and log-probabilities, held against the trainer's own model."""
+    async def judge(self, rounding: float | None = None) -> dict[str, Any]:
+        """Greedy answers and log-probabilities, held against the trainer's own model.
+
+        `rounding` is the largest gap of a log-probability where the weights were known to be equal; of this look when None. An
+        engine's greedy token may be less probable by the trainer's model than the trainer's own by two such gaps, no more.
+        """
         mean, largest = self.gap(await self.ask())
         equal, total, worst = 0, 0, 0.0
         asked = await self.ask(greedy=True)
@@ -296,13 +302,12 @@ class Running:
                     total += 1
                     equal += int(places[step]) == token
                     worst = max(worst, float(best[step] - rows[step, token]))
-        dtype = self.checked.recipe.model.dtype
         return {
             "gap": mean,
             "gap_largest": largest,
             "greedy_equal": round(equal / total, 4),
             "greedy_worst_nats": round(worst, 4),
-            "greedy_right": worst <= TOLERATED_NATS[dtype],
+            "greedy_right": worst <= max(2 * (largest if rounding is None else rounding), NEAR_TIE),
         }
 
     async def rates(self) -> dict[str, Any]:

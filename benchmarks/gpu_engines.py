@@ -8,7 +8,8 @@ of its own, as there is one engine of vLLM a process; each number is in the file
 
 - `coverage`: share of the engine's numbers that a push reaches, by the tensors that it holds; `checksums_equal` of how many.
 - `greedy_equal`: share of greedy tokens that are also the trainer's most probable ones, by its own model with plain attention
-  and all that was sampled before; `greedy_worst_nats`: how much more probable the trainer's was, at most, where they differ.
+  and all that was sampled before; `greedy_worst_nats`: how much more probable the trainer's was, at most, where they differ;
+  `greedy_right` when that is no more than twice the largest gap of the first look, when nothing was trained yet.
 - `gap`: mean difference of the log-probabilities of sampled tokens, engine against trainer, after a push; `gap_stale`: the same
   against the answers of before the push, to see that it would show (the optimizer's steps in between are large ones).
 - `rollout_tokens_per_s`: Polyturn's whole rollout, to natural ends; `fixed_tokens_per_s`: 512 requests of exactly 256 tokens,

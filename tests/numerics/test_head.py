@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.utils import counters
 
 from polyturn.trainer import head
 from polyturn.trainer.head import HeadShape, head_logprobs
@@ -169,3 +170,21 @@ def test_one_chunk_is_gone_before_the_next_takes_its_memory(monkeypatch):
     found.sum().backward()
     assert len(held) == 3 + 3 * 2
     assert most == 1, "of a chunk, its logits while their gradient is made of them"
+
+
+@pytest.mark.real
+def test_the_fused_passes_are_compiled_once(monkeypatch):
+    """For chunks of any size, at the beginning of a row and later."""
+    fused, gpu = head._fused, torch.device("cuda")
+    monkeypatch.setattr(head, "_fused", lambda function, _: fused(function, gpu))
+    torch._dynamo.reset()
+    counters.clear()
+    for tokens in (300, 40, 64, 190):
+        hidden, weight, targets, temperature = inputs(tokens, 16, 500, dtype=torch.float32)[:4]
+        found, _ = head_logprobs(hidden, weight, targets, temperature, chunk_bytes=4 * 500 * 64)
+        wanted, _ = plain(hidden, weight, targets, temperature, None, HeadShape())
+        torch.testing.assert_close(found, wanted)
+        mine = torch.autograd.grad(found.sum(), [hidden, weight])
+        for one, other in zip(mine, torch.autograd.grad(wanted.sum(), [hidden, weight]), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert counters["stats"]["unique_graphs"] == 2

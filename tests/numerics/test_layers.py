@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parts.models import ARCHITECTURES, gradients, largest_gap, tiny_model
@@ -130,3 +131,19 @@ def test_compiled_layers():
     (loss, wanted), (found_loss, found) = gradient(model, rows), gradient(again, rows)
     assert found_loss == pytest.approx(loss, rel=1e-4)
     assert largest_gap(found, wanted) < 1e-4
+
+
+@pytest.mark.real
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("activations", ["keep", "selective", "full"])
+def test_layers_are_compiled_once_for_rows_of_any_length(activations):
+    torch._dynamo.reset()
+    counters.clear()
+    trainer = Trainer(tiny_model(), trainer_settings(compiled=True, activations=activations))
+    lengths = set()
+    for count in (3, 5, 8, 2):
+        rows = packed(random_samples(count=count), row_tokens=400)
+        trainer.forward_backward(rows)
+        lengths |= {len(row.input_ids) for row in rows.rows}
+    assert len(lengths) == 4
+    assert counters["stats"]["unique_graphs"] == 1

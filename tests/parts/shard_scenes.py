@@ -102,11 +102,17 @@ def equal(ranks: ProcessRanks, only: Sequence[str] = ()) -> dict[str, Any]:
     for name, case in CASES.items():
         if only and name not in only:
             continue
-        many, weights, _ = trained(case, ranks, parallel="fsdp2")
+        many, weights, trainer = trained(case, ranks, parallel="fsdp2")
         if ranks.rank == 0:
-            one, wanted, _ = trained(case, None)
+            one, wanted, alone = trained(case, None)
             found[name] = gaps(one, many, wanted, weights)
+            assert ways(trainer) == ways(alone)
     return found
+
+
+def ways(trainer: Trainer) -> tuple[bool, bool]:
+    """What was found out by trying: whether the head runs in chunks, and whether beginnings may be shared."""
+    return trainer._score.chunked, trainer.sharing is not None
 
 
 def copies(ranks: ProcessRanks) -> dict[str, Any]:
@@ -129,8 +135,9 @@ def cut(ranks: ProcessRanks, parallel: str, context_ranks: str, only: Sequence[s
         kind = CONTEXT_VARLEN if case.get("kernels") else CONTEXT_MASKED
         assert trainer.model.config._attn_implementation == kind
         if ranks.rank == 0:
-            one, wanted, _ = trained(case, None)
+            one, wanted, alone = trained(case, None)
             found[name] = gaps(one, many, wanted, weights)
+            assert ways(trainer) == ways(alone)
     return found
 
 
@@ -146,8 +153,9 @@ def layers(ranks: ProcessRanks, parallel: str, tensor_ranks: str, only: Sequence
         size = int(tensor_ranks)
         assert all(noted[rank] == noted[rank // size * size] for rank in range(ranks.size)), "copies are equal to the bit"
         if ranks.rank == 0:
-            one, wanted, _ = trained(case, None)
+            one, wanted, alone = trained(case, None)
             found[name] = gaps(one, many, wanted, weights)
+            assert ways(trainer) == ways(alone)
     return found
 
 

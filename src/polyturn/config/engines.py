@@ -140,6 +140,9 @@ def _fitting(recipe: Recipe, beside: int | None) -> tuple[str, str]:
     why = no_single_copy(recipe)
     if why is None:
         return "single_copy", f"{there}, so they hold one copy of the weights"
+    sender = (recipe.trainer.devices or (beside,))[0]
+    if sender not in (recipe.engine.devices or ()):
+        return "nccl", f"{where} they go over a process group from rank 0, on GPU {sender}, which it shares with no server"
     return "restart", f"{there}, and one copy of the weights can't be had: {why}"
 
 

@@ -95,7 +95,9 @@ def _tensor_refusals(recipe: Recipe, chosen: str) -> Iterator[str]:
             "layer; use engine.kind=hf_server or vllm_server"
         )
     if recipe.weight_sync.mode == "restart":
-        yield f"{layers} weight_sync.mode=restart: the weights are not whole in one process; use nccl or single_copy"
+        yield (
+            f"{layers} weight_sync.mode=restart: the weights are not whole in one process; use single_copy, or {_nccl(recipe)}"
+        )
     if trainer.optimizer == "adamw_8bit":
         yield f"{layers} trainer.optimizer=adamw_8bit: its averages share scales across what ranks have apart; use adamw"
     if recipe.model.quantize is not None:
@@ -148,6 +150,14 @@ def _deepspeed_refusals(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _nccl(recipe: Recipe) -> str:
+    """The mode, with what it takes where a server lies beside the rank that sends."""
+    sender = (recipe.trainer.devices or (None,))[0]
+    beside = sender is not None and sender in (recipe.engine.devices or ())
+    where = f" and other engine.devices than {sender}, from which rank 0 sends" if beside else ""
+    return f"weight_sync.mode=nccl{where}"
+
+
 def _shard_refusals(recipe: Recipe, chosen: str) -> Iterator[str]:
     trainer, sync = recipe.trainer, recipe.weight_sync
     shards = f"trainer.parallel={chosen} with"
@@ -158,7 +168,7 @@ def _shard_refusals(recipe: Recipe, chosen: str) -> Iterator[str]:
             "trainer.parallel=ddp"
         )
     if sync.mode == "restart":
-        yield f"{shards} weight_sync.mode=restart: the weights are not whole in one process; use weight_sync.mode=nccl"
+        yield f"{shards} weight_sync.mode=restart: the weights are not whole in one process; use {_nccl(recipe)}"
     if trainer.optimizer == "adamw_8bit":
         yield (
             f"{shards} trainer.optimizer=adamw_8bit: its averages share scales across blocks that shards would cut; use adamw, "

@@ -19,6 +19,7 @@ from polyturn.trainer.attention import VARLEN, at_places, causal_varlen
 from polyturn.trainer.context import Context, Part, alone, own_part
 from polyturn.trainer.row import RowTensors, to_tensors
 from polyturn.trainer.scorer import Scorer
+from polyturn.trainer.sharding import computes_in
 from polyturn.types import PackedRow
 
 CONTEXT_MASKED, CONTEXT_VARLEN = "polyturn_context_masked", "polyturn_context_varlen"
@@ -58,7 +59,7 @@ class CutProbe:
         device = next(score.model.parameters()).device
         vocabulary = score.model.get_input_embeddings().weight.shape[0]
         row = _two_samples(4 * context.size + 3, vocabulary)
-        self._score, self._limit = score, _MOST_GAP.get(next(score.model.parameters()).dtype, 0.1)
+        self._score, self._limit = score, _MOST_GAP.get(computes_in(score.model), 0.1)
         self._own = own_part(row, device, context)
         self._whole = self._logprobs(to_tensors(row, device))
 

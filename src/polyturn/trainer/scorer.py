@@ -18,7 +18,7 @@ from polyturn.errors import ModelError
 from polyturn.trainer.attention import VARLEN, as_length
 from polyturn.trainer.head import HeadShape, head_logprobs
 from polyturn.trainer.row import RowTensors
-from polyturn.trainer.sharding import as_forward, rows_of
+from polyturn.trainer.sharding import as_forward, computes_in, rows_of
 
 _log = logging.getLogger(__name__)
 _PROBE_TOKENS = 6
@@ -107,7 +107,7 @@ class Scorer:
         elif row.tree is not None:
             mask = row.tree.mask()
             if self._attention == "eager":  # it adds its mask
-                dtype = next(self.model.parameters()).dtype
+                dtype = computes_in(self.model)
                 mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
         elif self._attention == VARLEN:
             options |= {"cu_seq_lens_q": row.cu_seqlens_S, "longest": as_length(row.longest, row.cu_seqlens_S)}
@@ -145,7 +145,7 @@ def find_head(model: Any) -> Head | None:
     logprobs_T = as_forward(model, in_parts)
     wanted_T = torch.log_softmax(own_TV, -1).gather(-1, targets_T[:, None])[:, 0]
     gap = float((logprobs_T - wanted_T).abs().max() / own_TV.abs().max().clamp_min(1.0))
-    if gap > _MOST_GAP.get(found.output.weight.dtype, 1e-4):
+    if gap > _MOST_GAP.get(computes_in(model), 1e-4):
         _log.info("the head of %s is no plain product (gap %.2g); its logits are computed whole", type(model).__name__, gap)
         return None
     return found

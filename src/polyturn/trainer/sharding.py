@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from polyturn.trainer.layers import decoder_layers
 
 Result = TypeVar("Result")
-_FORWARD = "polyturn_forward"
+_FORWARD, _TYPE = "polyturn_forward", "polyturn_type"
 
 
 def shard(
@@ -37,14 +37,14 @@ def shard(
     trained parameters are float32, from `exact` where it is known. `cut` is called with each layer and its name before.
     All ranks call it with equal weights. Raises ModelError.
     """
-    computes_in = next(model.parameters()).dtype
+    own = next(model.parameters()).dtype
     if masters:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.data = (exact or {}).get(name, parameter.data).float()
-    half = computes_in.itemsize == 2
+    half = own.itemsize == 2
     policy = MixedPrecisionPolicy(
-        param_dtype=computes_in if masters else None,
+        param_dtype=own if masters else None,
         reduce_dtype=torch.float32 if half else None,
         cast_forward_inputs=False,
     )
@@ -59,6 +59,7 @@ def shard(
             # A loss is a sum over all ranks' tokens, not a mean over ranks.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+    setattr(model, _TYPE, own)
     setattr(model, _FORWARD, _run)
     register_fsdp_forward_method(model, _FORWARD)
 
@@ -80,6 +81,12 @@ def as_forward(model: torch.nn.Module, work: Callable[[], Result]) -> Result:
 def run_by(model: torch.nn.Module, run: Callable[[Callable[[], Any]], Any]) -> None:
     """Have `as_forward` hand what uses `model` to `run`."""
     object.__setattr__(model, _FORWARD, run)  # a module that runs another must not become a part of it
+
+
+def computes_in(model: torch.nn.Module) -> torch.dtype:
+    """The type of the weights that compute, also where their shards are masters of another."""
+    found: torch.dtype = getattr(model, _TYPE, None) or next(model.parameters()).dtype
+    return found
 
 
 def rows_of(weight: Any) -> int:

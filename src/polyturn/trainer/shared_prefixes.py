@@ -14,7 +14,7 @@ from polyturn.trainer.layers import decoder_layers
 from polyturn.trainer.reference import without_gradient
 from polyturn.trainer.row import to_tensors
 from polyturn.trainer.scorer import Scorer
-from polyturn.trainer.sharding import rows_of
+from polyturn.trainer.sharding import computes_in, rows_of
 from polyturn.trajectories.pack import pack
 from polyturn.trajectories.prefixes import SHORTEST
 from polyturn.trajectories.sharing import Sharing
@@ -40,8 +40,7 @@ def sharing_of(score: Scorer, asked: Literal["auto", "on", "off"]) -> Sharing | 
     if asked == "off":
         return None
     gap = _gap(score) if score.may_share() else None
-    dtype = next(score.model.parameters()).dtype
-    if gap is None or not gap <= _MOST_GAP.get(dtype, 0.1):
+    if gap is None or not gap <= _MOST_GAP.get(computes_in(score.model), 0.1):
         why = "its attention has a window, or is neither varlen, sdpa nor eager"
         if gap is not None:
             why = f"log-probabilities differ by {gap:.2g}"

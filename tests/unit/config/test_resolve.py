@@ -470,9 +470,14 @@ def beside(**sections) -> Recipe:
             "so they hold one copy",
         ),
         (
-            beside(trainer={"devices": [3, 4], "num_ranks": 2}, engine={"devices": [4]}),
+            beside(trainer={"devices": [3, 4], "num_ranks": 2}, engine={"devices": [3]}),
             "restart",
             "trainer.num_ranks=2 and engine.num_servers=1",
+        ),
+        (
+            beside(trainer={"devices": [3, 4], "num_ranks": 2, "parallel": "fsdp2"}, engine={"devices": [4]}),
+            "nccl",
+            "over a process group from rank 0, on GPU 3, which it shares with no server",
         ),
     ],
 )
@@ -498,6 +503,12 @@ def test_how_weights_reach_a_server_on_the_trainers_gpu(made, mode, why):
         (
             beside(trainer=CUT | {"num_ranks": 4}, engine=PARTS, weight_sync={"mode": "single_copy"}),
             "there are trainer.num_ranks=4 and engine.num_servers x engine.tensor_parallel_size=2; use nccl",
+        ),
+        (
+            beside(
+                trainer={"devices": [3, 4], "num_ranks": 2, "parallel": "fsdp2"}, engine={"devices": [4, 3], "num_servers": 2}
+            ),
+            "use weight_sync.mode=nccl and other engine.devices than 3, from which rank 0 sends",
         ),
         (on_vllm("single_copy", num_servers=2), "there are trainer.num_ranks=1 and engine.num_servers=2"),
         (on_vllm("single_copy", dtype="bfloat16"), "weights of another type, engine.dtype=bfloat16"),
