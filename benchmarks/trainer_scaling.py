@@ -2,7 +2,7 @@ r"""How a training step scales over ranks: seconds, memory, and what gathering t
 
 torchrun --nproc-per-node 2 benchmarks/trainer_scaling.py --model 1.5B --parallel fsdp2 --out FILE.json
 
-Each run adds a line to the file: run it for 1, 2, 4 ranks, with `ddp` and `fsdp2`. The work of a step is the same for any
+Each run adds a line to the file: run it for 1, 2, 4 ranks, with `ddp`, `zero1` and `fsdp2`. The work of a step is the same for any
 number of ranks (strong scaling). `--context-ranks 2` cuts every row over two ranks; rows of 64k tokens, cut and whole:
 
 for context in 2 1; do torchrun --nproc-per-node 2 benchmarks/trainer_scaling.py --model 1.5B --samples 2 \
@@ -40,7 +40,7 @@ def main() -> None:
     """Be one rank; rank 0 writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="tiny")
-    parser.add_argument("--parallel", choices=["ddp", "fsdp2"], default="fsdp2")
+    parser.add_argument("--parallel", choices=["ddp", "zero1", "fsdp2"], default="fsdp2")
     parser.add_argument("--sync-every-row", action="store_true")
     parser.add_argument("--context-ranks", type=int, default=1)
     parser.add_argument("--tensor-ranks", type=int, default=1)
@@ -91,7 +91,7 @@ def make_trainer(case: Case, options: argparse.Namespace, device: torch.device, 
         activations=options.activations,
         compiled=case.compiled,
         master_weights="float32",
-        parallel="fsdp2" if options.parallel == "fsdp2" else "replicated",
+        parallel="replicated" if options.parallel == "ddp" else options.parallel,
         sync_every_row=options.sync_every_row,
         context_ranks=options.context_ranks,
         tensor_ranks=options.tensor_ranks,
