@@ -2,8 +2,8 @@ r"""How a training step scales over ranks: seconds, memory, and what gathering t
 
 torchrun --nproc-per-node 2 benchmarks/trainer_scaling.py --model 1.5B --parallel fsdp2 --out FILE.json
 
-Each run adds a line to the file: run it for 1, 2, 4 ranks, with `ddp`, `zero1` and `fsdp2`. The work of a step is the same for any
-number of ranks (strong scaling). `--context-ranks 2` cuts every row over two ranks; rows of 64k tokens, cut and whole:
+Each run adds a line to the file: run it for 1, 2, 4 ranks, with `ddp`, `zero1` and `fsdp2`. The work of a step is the same for
+any number of ranks (strong scaling). `--context-ranks 2` cuts every row over two ranks; rows of 64k tokens, cut and whole:
 
 for context in 2 1; do torchrun --nproc-per-node 2 benchmarks/trainer_scaling.py --model 1.5B --samples 2 \
     --sample-tokens 65536 --row-tokens 65536 --activations full --context-ranks $context --out FILE.json; done

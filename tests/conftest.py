@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+from polyturn.processes.garbage import put_aside
 
 if TYPE_CHECKING:
     from parts.stores import Servers
@@ -15,10 +18,16 @@ if TYPE_CHECKING:
     from polyturn.engine.vllm import VllmEngine
 
 # A machine that others keep busy is no failure of the code.
-settings.register_profile("polyturn", deadline=None, max_examples=30)
+settings.register_profile("polyturn", deadline=None, max_examples=20)
 # `make test-real` tries more, and the same ones every time: new ones are for the quick tests, which everybody runs.
 settings.register_profile("thorough", deadline=None, max_examples=300, derandomize=True)
 settings.load_profile("polyturn")
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and all of torch stay until the end: looking through them again and again takes time."""
+    put_aside()
+    gc.set_threshold(20_000, 20, 50)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """vLLM in this process on a GPU: it gives memory back while the trainer works, and lies on the GPU that it was given.
 
-One engine a process: each test starts one and stops it. They were never run on a GPU yet.
+One engine a process: each test starts one and stops it.
 """
 
 from __future__ import annotations

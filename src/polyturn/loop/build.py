@@ -308,5 +308,5 @@ def quiet_libraries() -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import transformers
 
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()

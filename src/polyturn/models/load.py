@@ -96,8 +96,8 @@ def quantization(bits: Literal["8bit", "4bit"], dtype: torch.dtype) -> Any:
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         # The threshold would take columns out of the product by what happens to share a batch, so that the samples of a row,
         # and engine and trainer, would see different weights.
-        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)  # type: ignore[no-untyped-call]
-    return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
 

@@ -17,8 +17,9 @@ class Ring:
 
 @pytest.fixture(autouse=True)
 def _as_before():
+    gc.unfreeze()  # what `conftest.py` put aside
     yield
-    gc.unfreeze()
+    gc.freeze()
 
 
 def test_garbage_goes_and_the_rest_is_out_of_sight():
