@@ -66,13 +66,13 @@ RANKS = ("trainer.num_ranks=2", "engine.num_servers=2")
 PARTS = ("trainer.num_ranks=2", "trainer.tensor_ranks=2", "engine.tensor_parallel_size=2")
 SHARDS = ("trainer.num_ranks=2", "trainer.parallel=fsdp2", "engine.num_servers=1")
 CASES = {
-    "two shards/wide": Case(gpus=2, words=SHARDS, mode="nccl", engines=(1,), model="wide"),
-    "two shards/tiny/float32": Case(gpus=2, words=SHARDS, mode="nccl", engines=(1,), dtype="float32"),
     "two parts/tiny/float32": Case(gpus=2, words=PARTS, dtype="float32"),
     "two parts/wide": Case(gpus=2, words=PARTS, model="wide"),
+    "two shards/tiny/float32": Case(gpus=2, words=SHARDS, mode="nccl", engines=(1,), dtype="float32"),
     "two servers/wide": Case(gpus=2, words=RANKS, model="wide"),
     "one server/wide": Case(gpus=1, words=ONE, model="wide"),
     "two servers/tiny/float32": Case(gpus=2, words=RANKS, dtype="float32"),
+    "two shards/wide": Case(gpus=2, words=SHARDS, mode="nccl", engines=(1,), model="wide"),
     "one server/tiny/float32": Case(gpus=1, words=ONE, dtype="float32"),
 }
 """In the order of what is wanted most."""
