@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from machine import describe_machine
 from torch._dynamo.utils import counters
-from trainer_throughput import make_model
+from trainer_throughput import make_model, synchronize
 
 from polyturn.config.presets import resolve_loss
 from polyturn.config.schema import LossOptions
@@ -84,11 +84,11 @@ def main() -> None:
     for step, (count, limit) in enumerate(STEPS, 1):
         samples = groups(step, count, limit, model.config.vocab_size)
         batch = pack(samples, row_tokens=options.row_tokens, planned_trajectories=len(samples), sharing=trainer.sharing)
-        wait(device)
+        synchronize(device)
         began = time.perf_counter()
         trainer.optimizer.zero_grad()
         trainer.forward_backward(batch)
-        wait(device)
+        synchronize(device)
         seconds = time.perf_counter() - began
         rows = [len(row.input_ids) for row in batch.rows]
         found.append({"rows": rows, "graphs": counters["stats"]["unique_graphs"], "seconds": round(seconds, 3)})
@@ -96,12 +96,6 @@ def main() -> None:
     whole = round(sum(one["seconds"] for one in found), 2)
     result = {**describe_machine(), "model": options.model, "shares": options.shares, "seconds": whole, "steps": found}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def wait(device: torch.device) -> None:
-    """Until the device has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

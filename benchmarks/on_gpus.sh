@@ -38,7 +38,7 @@ two_64k         150  $RANKS --nproc-per-node 2 benchmarks/trainer_scaling.py --m
 two_64k_one     150  $RANKS --nproc-per-node 1 benchmarks/trainer_scaling.py --model 0.5B --samples 1 --sample-tokens 65536 --row-tokens 65536 --activations full --steps 3 --out OUT/context_1.json
 two_push        240  python3 benchmarks/push_nccl.py --out OUT/push_nccl.json --limit-s 230
 two_engines     310  $ENGINES 300 --case-limit-s 295 --cases vllm_server/nccl
-two_placements  560  python3 benchmarks/placements.py --out OUT/placements.json --limit-s ${PLACEMENTS_S:-550}
+two_placements  560  python3 benchmarks/placements.py --out OUT/placements.json --limit-s 550
 "
 
 if [[ $# -lt 2 ]]; then

@@ -31,7 +31,7 @@ from polyturn.trainer.reference import present, reference_of, without_gradient
 from polyturn.trainer.row import one_sample
 from polyturn.trainer.scorer import Scorer, refuse_mixed_samples
 from polyturn.trainer.settings import TrainerSettings
-from polyturn.trainer.sharding import same_parameters
+from polyturn.trainer.sharding import computes_in, same_parameters
 from polyturn.trainer.shared_prefixes import sharing_of
 from polyturn.trainer.shares import Share, from_bytes, share_out, to_bytes
 from polyturn.trainer.whole import gather_shards
@@ -71,7 +71,6 @@ class Trainer:
         self.model = model.eval()
         self._ranks: Ranks = ranks or Alone()
         self._refuse_different("weights", sum(checksum(tensor) for tensor in model.state_dict().values()) if ranks else 0)
-        self._computes_in = next(model.parameters()).dtype
         self._layout = lay_out(model, settings, self._ranks, exact)
         if reference is not None and reference is not model:
             self._layout.cut_reference(reference)
@@ -147,7 +146,7 @@ class Trainer:
             if owner in state:
                 state[name] = state[owner]
                 continue
-            dtype = self._computes_in if isinstance(kept, DTensor) else kept.dtype
+            dtype = computes_in(self.model) if isinstance(kept, DTensor) else kept.dtype
             state[name] = self.gather([name])[name].to("cpu", dtype)
         return state
 
