@@ -28,8 +28,9 @@ checkpoint      420  python3 benchmarks/checkpoint.py --parameters 1.5e9 --devic
 planner_float32  90  python3 benchmarks/planner_gpu.py --cases train/Qwen2.5-0.5B/float32 --out OUT/planner.json
 vllm_tests      240  $TEST tests/gpu/test_vllm_gpu.py tests/gpu/test_single_copy_gpu.py
 two_tests       500  $TEST tests/gpu/test_shards_gpu.py
-two_vllm        120  $TEST tests/gpu/test_vllm_gpu.py::test_an_engine_lies_on_the_gpu_that_it_was_given
+two_vllm        200  $TEST tests/gpu/test_vllm_gpu.py::test_an_engine_lies_on_the_gpu_that_it_was_given
 two_one_rank    120  $RANKS --nproc-per-node 1 benchmarks/trainer_scaling.py --model 1.5B --out OUT/scaling_1.json
+two_one_copy    100  $RANKS --nproc-per-node 1 benchmarks/trainer_scaling.py --model 1.5B --parallel ddp --out OUT/scaling_1.json
 two_fsdp2       120  $RANKS --nproc-per-node 2 benchmarks/trainer_scaling.py --model 1.5B --out OUT/scaling_2.json
 two_zero1       100  $RANKS --nproc-per-node 2 benchmarks/trainer_scaling.py --model 1.5B --parallel zero1 --out OUT/scaling_2.json
 two_ddp         100  $RANKS --nproc-per-node 2 benchmarks/trainer_scaling.py --model 1.5B --parallel ddp --out OUT/scaling_2.json
@@ -38,7 +39,7 @@ two_64k         150  $RANKS --nproc-per-node 2 benchmarks/trainer_scaling.py --m
 two_64k_one     150  $RANKS --nproc-per-node 1 benchmarks/trainer_scaling.py --model 0.5B --samples 1 --sample-tokens 65536 --row-tokens 65536 --activations full --steps 3 --out OUT/context_1.json
 two_push        240  python3 benchmarks/push_nccl.py --out OUT/push_nccl.json --limit-s 230
 two_engines     310  $ENGINES 300 --case-limit-s 295 --cases vllm_server/nccl
-two_placements  560  python3 benchmarks/placements.py --out OUT/placements.json --limit-s 550
+two_placements  530  python3 benchmarks/placements.py --out OUT/placements.json --limit-s 520 --case-limit-s 300
 "
 
 if [[ $# -lt 2 ]]; then
