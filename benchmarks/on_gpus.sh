@@ -35,6 +35,7 @@ two_fsdp2       120  $RANKS --nproc-per-node 2 benchmarks/trainer_scaling.py --m
 two_zero1       100  $RANKS --nproc-per-node 2 benchmarks/trainer_scaling.py --model 1.5B --parallel zero1 --out OUT/scaling_2.json
 two_ddp         100  $RANKS --nproc-per-node 2 benchmarks/trainer_scaling.py --model 1.5B --parallel ddp --out OUT/scaling_2.json
 two_layers      120  $RANKS --nproc-per-node 2 benchmarks/trainer_scaling.py --model 1.5B --tensor-ranks 2 --out OUT/scaling_2.json
+two_gather       90  $RANKS --nproc-per-node 2 benchmarks/gather_shards.py --model 1.5B --out OUT/gather_shards.json
 two_64k         150  $RANKS --nproc-per-node 2 benchmarks/trainer_scaling.py --model 0.5B --context-ranks 2 --samples 1 --sample-tokens 65536 --row-tokens 65536 --activations full --steps 3 --out OUT/context_2.json
 two_64k_one     150  $RANKS --nproc-per-node 1 benchmarks/trainer_scaling.py --model 0.5B --samples 1 --sample-tokens 65536 --row-tokens 65536 --activations full --steps 3 --out OUT/context_1.json
 two_push        240  python3 benchmarks/push_nccl.py --out OUT/push_nccl.json --limit-s 230

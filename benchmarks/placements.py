@@ -12,7 +12,8 @@ random (`random_rewards.py`). In the result for each case, from the run's own me
 - `mismatch`, `mismatch_max`: of log-probabilities, engine against trainer, over all steps: near zero in float32, and in
   bfloat16 what rounding makes of it. `policy_age` is 0 when nothing was sampled from older weights.
 - `push_s`, `train_s`, `rollout_s`: medians over the steps after the first; a push has its checksums with it. Servers compile
-  nothing, to be up within a minute, so their rollouts take longer than a user's would.
+  nothing, to be up within a minute, so their rollouts take longer than a user's would. `push_phases_s` are the phases that
+  docs/weight_sync.md has, medians too.
 - `used_gib`: the most that the driver said was used of each GPU, by whomever, sampled once a second.
 
 `refused` stands where a machine lacks the GPUs. On a CPU (`--small`) two cores do for everything.
@@ -192,6 +193,11 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
         **{
             f"{kind}_s": round(statistics.median(step[f"time/{kind}_s"] for step in later), 4)
             for kind in ("push", "train", "rollout")
+        },
+        "push_phases_s": {
+            name.removeprefix("push/").removesuffix("_s"): round(statistics.median(step[name] for step in later), 4)
+            for name in later[-1]
+            if name.startswith("push/")
         },
     }
 

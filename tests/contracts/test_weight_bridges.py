@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 import torch
@@ -162,6 +163,15 @@ async def test_a_push_brings_every_tensor(bridge_of):
     assert all(torch.equal(target.own[name], tensor) for name, tensor in source.items())
     source["norm"] += 1
     assert not torch.equal(target.own["norm"], source["norm"]), "the engine has a copy of its own"
+
+
+async def test_a_push_says_what_its_phases_took(bridge_of):
+    bridge, began = bridge_of(weights(), Target()), time.perf_counter()
+    await bridge.push(3)
+    took, served = time.perf_counter() - began, getattr(bridge, "bridge", None)
+    seconds = bridge.seconds if served is None else served.seconds
+    assert all(0 <= one <= took for one in seconds.values())
+    assert {"pause", "resume"} <= seconds.keys() if served else not seconds
 
 
 @with_a_copy

@@ -75,7 +75,7 @@ def durable_first(patch: Callable[[Any, str, Any], None] = setattr) -> None:
 
 def comparable(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Lines of a metrics file without what a clock has measured."""
-    timed = ("time/", "tokens_per_s", "checkpoint/", "peak_memory")
+    timed = ("time/", "push/", "tokens_per_s", "checkpoint/", "peak_memory")
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in metrics]
 
 

@@ -31,7 +31,7 @@ from polyturn.trainer.cut_copies import CutOptimizer
 from polyturn.trainer.masters import MasterOptimizer
 from polyturn.trainer.ranks import ProcessRanks
 from polyturn.trainer.settings import TrainerSettings
-from polyturn.trainer.shard_optimizer import local_part
+from polyturn.trainer.shard_optimizer import ShardOptimizer, local_part
 from polyturn.trainer.state_shards import StateShardOptimizer
 from polyturn.trainer.trainer import Trainer
 
@@ -73,7 +73,7 @@ def trained(
         numbers = [trainer.train(step) for step in case.get("steps", [batches()])]
         names = list(trainer.weights())
         weights = {name: tensor.clone() for name, tensor in trainer.gather(names).items()}
-        if isinstance(trainer.optimizer, MasterOptimizer):  # of shards, the pushed weights are the masters
+        if isinstance(trainer.optimizer, MasterOptimizer):
             trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
             weights = dict(zip(trainable, trainer.optimizer.state_dict()["masters"], strict=True))
         if ranks is not None:
@@ -81,7 +81,8 @@ def trained(
                 pass
     else:
         _serve(trainer)
-    if isinstance(trainer.optimizer, CutOptimizer | StateShardOptimizer) and settings.master_weights == "float32":
+    kinds = CutOptimizer | ShardOptimizer | StateShardOptimizer
+    if isinstance(trainer.optimizer, kinds) and settings.master_weights == "float32":
         kept = trainer.optimizer.state_dict()["parameters"]
         weights = whole({name: values["master"] for name, values in kept.items()})
     return numbers, weights, trainer
@@ -368,6 +369,41 @@ def whole(tree: Any) -> Any:
     return whole_tensor(tree).clone() if isinstance(tree, torch.Tensor) else tree
 
 
+TOGETHER: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "one that no two ranks can halve": {
+        "model": {"hidden_size": 33, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8}
+    },
+    "tied": {"model": {"tie_word_embeddings": True}},
+    "bfloat16, masters": {"dtype": torch.bfloat16, "settings": {"master_weights": "float32"}},
+    "adapters": {"lora": True},
+}
+
+
+def together(ranks: ProcessRanks, parallel: str, tensor_ranks: str, shard_ranks: str) -> dict[str, Any]:
+    """What is gathered many at a time after a step, beside each tensor made whole by torch: its bits, and its type."""
+    found: dict[str, Any] = {}
+    cut: dict[str, Any] = {"parallel": parallel, "tensor_ranks": int(tensor_ranks), "shard_ranks": int(shard_ranks) or None}
+    for name, case in TOGETHER.items():
+        if int(tensor_ranks) > 1 and (case.get("lora") or "halve" in name):
+            continue  # refused
+        trainer = trained(case, ranks, **cut)[2]
+        if ranks.rank == 0:
+            ours, exported = trainer.gather(list(trainer.weights())), trainer.state_to_save()
+            with ranks.tell("end"):
+                pass
+        else:
+            _serve(trainer)
+        torchs = whole(dict(trainer.weights()))
+        if ranks.rank == 0:
+            kind = case.get("dtype", torch.float32)
+            wanted = {key: tensor.to(kind) for key, tensor in torchs.items()}
+            found[name] = same(ours, wanted) and same(exported, wanted) and same_shapes(ours, wanted)
+            tied = [key for key in ours if "lm_head" in key or "embed_tokens" in key]
+            assert name != "tied" or len({ours[key].data_ptr() for key in tied}) == 1
+    return found
+
+
 def copied(tree: Any) -> Any:
     if isinstance(tree, Mapping):
         return {key: copied(value) for key, value in tree.items()}
@@ -413,6 +449,7 @@ ALL = (
     compiled,
     resumed,
     loaded,
+    together,
     lose_a_rank,
     zero3,
     zero3_resumed,
@@ -422,6 +459,8 @@ SCENES = {scene.__name__: scene for scene in ALL}
 CUT_IN_TWO = ("cut", "parallel=fsdp2", "context=2")
 ON_GPUS = (
     ("compiled",),
+    ("together", "parallel=fsdp2", "tensor=1", "shards=0"),
+    ("together", "parallel=fsdp2", "tensor=2", "shards=0"),
     ("resumed", "parallel=fsdp2", "tensor=1"),
     CUT_IN_TWO,
     (*CUT_IN_TWO, *KERNEL_CASES),

@@ -58,7 +58,7 @@ def server_arguments(recipe: Recipe, model: Path, *, port: int, on_gpu: bool, vl
         "port": port,
         "skip_tokenizer_init": True,  # ids in, ids out: text is the driver's business
         "generation_config": "vllm",  # nothing about sampling comes from the model's folder
-        "dtype": recipe.model.dtype if engine.dtype == "auto" else engine.dtype,
+        "dtype": _dtype(recipe),
         "max_model_len": engine.max_model_len or recipe.rollout.max_trajectory_tokens,
         "max_num_seqs": engine.max_batch_size,
         "tensor_parallel_size": engine.tensor_parallel_size,
@@ -104,6 +104,7 @@ def server_environment(recipe: Recipe, environ: Mapping[str, str], *, on_gpu: bo
     usual = {
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # the model is a folder here
+        **exactness(_dtype(recipe)),
         # A share of a GPU says nothing about a CPU's memory, of which vLLM would take that share.
         **({} if on_gpu else {"VLLM_CPU_KVCACHE_SPACE": "1"}),
         # vLLM gives each part of a server a memory node of its own, and most machines have one.
@@ -113,6 +114,18 @@ def server_environment(recipe: Recipe, environ: Mapping[str, str], *, on_gpu: bo
     if recipe.model.lora is not None:
         chosen["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     return chosen
+
+
+def exactness(dtype: str) -> dict[str, str]:
+    """Variables that hold vLLM to the type it was given.
+
+    Its attention kernels for float32 are Triton's, which by itself multiplies as TF32, with 10 bits instead of 23.
+    """
+    return {"TRITON_F32_DEFAULT": "ieee"} if dtype == "float32" else {}
+
+
+def _dtype(recipe: Recipe) -> str:
+    return recipe.model.dtype if recipe.engine.dtype == "auto" else recipe.engine.dtype
 
 
 def _cores_of_parts(parts: int) -> list[str]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from polyturn.engine import vllm_plain
 from polyturn.engine.base import Sleep
+from polyturn.engine.vllm_arguments import exactness
 from polyturn.engine.vllm_tensors import UnknownLayerError, held_tensors
 from polyturn.errors import EngineError, MissingDependencyError
 from polyturn.plan.engine_report import EngineReport
@@ -98,7 +99,7 @@ class VllmCore:
             raise
 
     def _build(self, settings: VllmSettings) -> None:
-        prepare_process()
+        prepare_process(settings.dtype)
         try:
             from vllm import EngineArgs
             from vllm.usage.usage_lib import UsageContext
@@ -319,8 +320,8 @@ def _pool_bytes(caches: Any) -> float | None:
     return float(sum(sizes.values())) or None
 
 
-def prepare_process() -> None:
-    """Set what vLLM reads from the environment, and give it a process group that no other process can reach.
+def prepare_process(dtype: str) -> None:
+    """Set what vLLM reads from the environment for a model in `dtype`, and give it a process group nobody else can reach.
 
     Raises EngineError for a variable that says the opposite of what is needed.
     """
@@ -329,7 +330,7 @@ def prepare_process() -> None:
             raise EngineError(
                 f"{name}={os.environ[name]} in the environment: an engine in this process needs {value}; unset it"
             )
-    for name, value in _USUAL.items():
+    for name, value in {**_USUAL, **exactness(dtype)}.items():
         os.environ.setdefault(name, value)
     import torch.distributed as dist
 

@@ -250,6 +250,7 @@ async def train_step(run: Run, step: int) -> None:
     if step % recipe.weight_sync.every_steps == 0:
         with spans.span("push"):
             await push(run)
+        metrics |= {f"push/{phase.replace(' ', '_')}_s": seconds for phase, seconds in run.bridge.seconds.items()}
     metrics |= rollout_metrics(groups, report, batches) | spans.take()
     metrics["time/step_s"] = time.perf_counter() - start
     metrics["tokens_per_s"] = metrics["num_tokens"] / metrics["time/step_s"]

@@ -51,6 +51,7 @@ METRICS: Mapping[str, str] = {
 }
 
 FAMILIES: Mapping[str, str] = {
+    "push/": "Seconds of the push after the step, by its phases, such as push/checksums_s; see docs/weight_sync.md.",
     "time/": "Seconds of the step during which a part was under way, such as time/rollout_s.",
     "outcome/": "Mean of one outcome component over the trajectories that have it.",
     "environment/": "Mean over trajectories of what the environment counted, such as environment/malformed.",

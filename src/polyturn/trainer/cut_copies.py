@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from polyturn.models.adapters import pushed_weights
+from polyturn.trainer.gathering import whole_tensors
 from polyturn.trainer.layers import decoder_layers
 from polyturn.trainer.masters import MasterOptimizer
 from polyturn.trainer.optimizer import PolicyOptimizer, build_optimizer, clip_by
@@ -24,7 +24,7 @@ from polyturn.trainer.parallel import InPlace, cut_layers, met, norm_of_parts, t
 from polyturn.trainer.ranks import ProcessRanks, Ranks
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.shard_optimizer import NamedOptimizer, local_part
-from polyturn.trainer.sharding import same_parameters
+from polyturn.trainer.sharding import attribute
 from polyturn.trainer.tensor_parallel import LayerPlan
 
 
@@ -115,13 +115,13 @@ class CutCopies(InPlace):
 
     def whole(self, names: Sequence[str]) -> dict[str, Tensor]:
         """See `Layout.whole`."""
-        state, one = self._model.state_dict(), same_parameters(self._model)
-        whole: dict[str, Tensor] = {}
+        held = {name: attribute(self._model, name) for name in names}
+        owners: dict[int, str] = {}
+        for name, part in held.items():
+            owners.setdefault(id(part), name)
         with self.meeting(f"the parts of {names[0] if names else 'nothing'}"):
-            for owner in dict.fromkeys(one.get(name, name) for name in names):
-                tensor: Any = self._cuts.whole(owner, state[owner].detach())
-                whole[owner] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return {name: whole[one.get(name, name)] for name in names}
+            whole = whole_tensors({name: self._cuts.whole(name, held[name]) for name in owners.values()})
+        return {name: whole[owners[id(part)]].detach() for name, part in held.items()}
 
     def _cut_policy(self, plan: LayerPlan) -> None:
         """Cut the policy, and bring what is left of it to this rank's device."""

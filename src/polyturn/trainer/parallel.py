@@ -48,7 +48,10 @@ class Layout(Protocol):
         """What training changes, by name, with whole shapes; where they are shards, with this rank's numbers or none."""
 
     def whole(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Whole tensors by name; a collective of all ranks where they are shards. Raises RankError."""
+        """Whole tensors by name, in the type that the policy computes in; a collective of all ranks where they are shards.
+
+        Raises RankError.
+        """
 
     def overwrite(self, weights: Mapping[str, Tensor]) -> None:
         """Take these values for those of `weights`. Called on every rank."""
@@ -141,6 +144,7 @@ class Sharded(InPlace):
                 f"use {max(part for part in range(1, size) if ranks.size % part == 0)}"
             )
         self._copies = ranks.size // size
+        self._computes_in = next(model.parameters()).dtype if settings.master_weights == "float32" else None
         self._tensor: TensorGroup | None = None
         if settings.tensor_ranks > 1:
             self._cut_layers(model, device.type, exact)
@@ -196,7 +200,7 @@ class Sharded(InPlace):
     def whole(self, names: Sequence[str]) -> dict[str, Tensor]:
         """See `Layout.whole`."""
         with self.meeting(f"the shards of {names[0] if names else 'nothing'}"):
-            return gather(self._model, names)
+            return gather(self._model, names, self._computes_in)
 
     def meeting(self, what: str) -> AbstractContextManager[None]:
         """See `Layout.meeting`."""

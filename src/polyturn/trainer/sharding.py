@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from polyturn.trainer.gathering import whole_tensors
 from polyturn.trainer.layers import decoder_layers
 
 Result = TypeVar("Result")
@@ -94,19 +94,28 @@ def rows_of(weight: Any) -> int:
     return int(getattr(weight, "ds_shape", weight.shape)[0])
 
 
-def gather(model: torch.nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
+def gather(model: torch.nn.Module, names: Sequence[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """The whole tensors of the model's state with these names; complete when it returns. A collective of all ranks.
 
-    What is one parameter under two names is gathered once, and is one tensor again.
+    What was cut comes as `dtype` where one is given. What is one parameter under two names is gathered once, and is one tensor
+    again.
     """
-    state, one = model.state_dict(), same_parameters(model)
-    whole: dict[str, Tensor] = {}
-    for name in names:
-        owner = one.get(name, name)
-        if owner not in whole:
-            tensor = state[name].detach()
-            whole[owner] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return {name: whole[one.get(name, name)] for name in names}
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()  # whole weights that a pass left behind are those of before the last step
+    held = {name: attribute(model, name) for name in names}
+    owners: dict[int, str] = {}
+    for name, tensor in held.items():
+        owners.setdefault(id(tensor), name)
+    whole = whole_tensors({name: held[name] for name in owners.values()}, dtype)
+    return {name: whole[owners[id(tensor)]].detach() for name, tensor in held.items()}
+
+
+def attribute(model: torch.nn.Module, name: str) -> Tensor:
+    """The parameter or buffer of this name. A model's `state_dict` has all of them, and takes milliseconds."""
+    above, _, own = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(above), own)
+    return found
 
 
 def same_parameters(model: torch.nn.Module) -> dict[str, str]:

@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from polyturn.errors import DeviceMemoryError, NonFiniteError, RankError, TrainingError
 from polyturn.processes.garbage import put_aside
@@ -31,7 +30,7 @@ from polyturn.trainer.reference import present, reference_of, without_gradient
 from polyturn.trainer.row import one_sample
 from polyturn.trainer.scorer import Scorer, refuse_mixed_samples
 from polyturn.trainer.settings import TrainerSettings
-from polyturn.trainer.sharding import computes_in, same_parameters
+from polyturn.trainer.sharding import same_parameters
 from polyturn.trainer.shared_prefixes import sharing_of
 from polyturn.trainer.shares import Share, from_bytes, share_out, to_bytes
 from polyturn.trainer.whole import gather_shards
@@ -117,7 +116,10 @@ class Trainer:
         return ShardedWeights(self.weights, self.gather) if self._layout.lockstep else WholeWeights(self.weights)
 
     def gather(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """On rank 0, with all others in `serve`: whole tensors of the model's state, by name. Raises RankError."""
+        """On rank 0, with all others in `serve`: whole tensors of the model's state by name, as the policy computes with them.
+
+        Raises RankError.
+        """
         if not self._layout.lockstep:
             return self._layout.whole(names)
         with self._ranks.tell(_GATHER, [json.dumps(list(names)).encode()] * (self._ranks.size - 1)):
@@ -134,20 +136,18 @@ class Trainer:
         return OnDemand(together, self.gather)
 
     def state_to_save(self) -> dict[str, Tensor] | None:
-        """On rank 0: what an export writes, gathered tensor by tensor into CPU memory; None where the model holds it whole.
+        """On rank 0: what an export writes, gathered bucket by bucket into CPU memory; None where the model holds it whole.
 
         It has the type that the policy computes in. Raises RankError.
         """
         if not self._layout.lockstep:
             return None
         same, state = same_parameters(self.model), dict[str, Tensor]()
-        for name, kept in self.weights().items():
+        for name, whole in self.whole().items():
             owner = same.get(name, name)
-            if owner in state:
-                state[name] = state[owner]
-                continue
-            dtype = computes_in(self.model) if isinstance(kept, DTensor) else kept.dtype
-            state[name] = self.gather([name])[name].to("cpu", dtype)
+            if owner not in state:
+                state[owner] = whole.to("cpu")
+            state[name] = state[owner]
         return state
 
     def logprobs_of(self, prompt: Sequence[int], ids: Sequence[int]) -> list[float]:

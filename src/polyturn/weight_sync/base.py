@@ -65,6 +65,10 @@ class WeightTarget(Protocol):
 class WeightBridge(Protocol):
     """Brings the trainer's weights to the engine."""
 
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """What each phase of the last push took, also of one that failed; empty where a push is a copy in this process."""
+
     async def push(self, version: int) -> None:
         """Push all weights as `version`. When it returns, the engine has confirmed that version.
 

@@ -31,6 +31,11 @@ class InProcessBridge:
         self._frozen = frozen
         self._pushes = 0
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """See `WeightBridge.seconds`: there are no phases."""
+        return {}
+
     async def push(self, version: int) -> None:
         """See `WeightBridge.push`."""
         if self._frozen is not None and self._pushes == 0:

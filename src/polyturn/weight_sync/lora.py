@@ -65,6 +65,11 @@ class LoraBridge:
         self._checksums: bool | None = None
         """Whether the servers can say checksums; None until they were asked."""
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """See `WeightBridge.seconds`."""
+        return self._pushing.seconds
+
     async def push(self, version: int) -> None:
         """See `WeightBridge.push`. Errors name the server and the phase."""
         await self._pushing.run(version, lambda: self._push(version))

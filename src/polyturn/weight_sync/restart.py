@@ -48,6 +48,11 @@ class RestartBridge:
         self._pushes = 0
         self._confirmed: int | None = None
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """See `WeightBridge.seconds`."""
+        return self._pushing.seconds
+
     async def push(self, version: int) -> None:
         """See `WeightBridge.push`. Errors name the server and the phase."""
         await self._pushing.run(version, lambda: self._push(version))

@@ -39,6 +39,11 @@ class SingleCopyBridge:
         self._deadline_s = deadline_s
         self._shared = False
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """See `WeightBridge.seconds`: there are no phases."""
+        return {}
+
     async def push(self, version: int) -> None:
         """See `WeightBridge.push`."""
         change = partial(refuse_new_tensors if self._shared else adopt, self._model)

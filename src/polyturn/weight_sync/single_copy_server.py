@@ -81,6 +81,11 @@ class SingleCopyServerBridge:
         self._pushes = 0
         self._paused = False
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """See `WeightBridge.seconds`."""
+        return self._pushing.seconds
+
     async def hold(self, version: int) -> None:
         """See `WeightBridge.hold`. Before the first push, nothing is shared yet."""
         if self._identities:

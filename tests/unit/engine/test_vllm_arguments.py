@@ -158,6 +158,18 @@ def test_the_environment_of_a_server():
 
 
 @pytest.mark.parametrize(
+    ("model", "engine", "exact"),
+    [("float32", "auto", True), ("bfloat16", "float32", True), ("float32", "bfloat16", False), ("bfloat16", "auto", False)],
+)
+def test_float32_is_not_multiplied_as_tf32(model, engine, exact):
+    resolved = recipe(model={"dtype": model}, engine={"dtype": engine})
+    made = server_environment(resolved, {}, on_gpu=True, label="3")
+    assert made.get("TRITON_F32_DEFAULT") == ("ieee" if exact else None)
+    own = server_environment(resolved, {"TRITON_F32_DEFAULT": "tf32"}, on_gpu=True, label="3")
+    assert own.get("TRITON_F32_DEFAULT") == ("tf32" if exact else None), "what is set wins"
+
+
+@pytest.mark.parametrize(
     ("name", "value", "said"),
     [
         (

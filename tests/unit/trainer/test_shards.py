@@ -160,6 +160,16 @@ def test_files_of_parts_are_read_by_ranks_of_parts_and_of_wholes(parallel, tenso
         assert all(found.values()), found
 
 
+@pytest.mark.parametrize(
+    ("size", "parallel", "tensor", "shards"),
+    [(2, "fsdp2", 1, 0), (2, "fsdp2", 2, 0), (4, "fsdp2", 2, 0), (4, "fsdp2", 1, 2), (3, "fsdp2", 1, 0), (2, "ddp", 2, 0)],
+)
+def test_many_tensors_are_gathered_as_each_is(size, parallel, tensor, shards):
+    (found,) = play("together", size, f"parallel={parallel}", f"tensor={tensor}", f"shards={shards}")
+    assert len(found) == (3 if tensor > 1 else 5)
+    assert all(found.values()), found
+
+
 def test_a_rank_that_is_killed_in_a_backward_pass_is_named():
     (found,) = play("lose_a_rank", 2)
     assert "waited for a forward and backward pass (rank 0 of 2)" in found["lost"]
