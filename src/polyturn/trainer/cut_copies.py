@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from polyturn.models.adapters import pushed_weights
-from polyturn.trainer.gathering import whole_tensors
 from polyturn.trainer.layers import decoder_layers
 from polyturn.trainer.masters import MasterOptimizer
 from polyturn.trainer.optimizer import PolicyOptimizer, build_optimizer, clip_by
@@ -24,7 +23,7 @@ from polyturn.trainer.parallel import InPlace, cut_layers, met, norm_of_parts, t
 from polyturn.trainer.ranks import ProcessRanks, Ranks
 from polyturn.trainer.settings import TrainerSettings
 from polyturn.trainer.shard_optimizer import NamedOptimizer, local_part
-from polyturn.trainer.sharding import attribute
+from polyturn.trainer.sharding import gather
 from polyturn.trainer.tensor_parallel import LayerPlan
 
 
@@ -115,13 +114,8 @@ class CutCopies(InPlace):
 
     def whole(self, names: Sequence[str]) -> dict[str, Tensor]:
         """See `Layout.whole`."""
-        held = {name: attribute(self._model, name) for name in names}
-        owners: dict[int, str] = {}
-        for name, part in held.items():
-            owners.setdefault(id(part), name)
         with self.meeting(f"the parts of {names[0] if names else 'nothing'}"):
-            whole = whole_tensors({name: self._cuts.whole(name, held[name]) for name in owners.values()})
-        return {name: whole[owners[id(part)]].detach() for name, part in held.items()}
+            return gather(self._model, names, shard_of=self._cuts.whole)
 
     def _cut_policy(self, plan: LayerPlan) -> None:
         """Cut the policy, and bring what is left of it to this rank's device."""

@@ -27,7 +27,7 @@ def whole_tensors(shards: Mapping[str, Tensor], dtype: torch.dtype | None = None
     What is no DTensor, or is whole on every rank, is returned as it is. All ranks ask for the same, in the same order.
     """
     found: dict[str, Tensor] = dict(shards)
-    together: dict[Any, list[str]] = {}
+    together: dict[Any, dict[str, DTensor]] = {}
     for name, tensor in shards.items():
         if not isinstance(tensor, DTensor):
             continue
@@ -38,9 +38,9 @@ def whole_tensors(shards: Mapping[str, Tensor], dtype: torch.dtype | None = None
         elif not axes:
             found[name] = _as(tensor.to_local(), dtype)
         else:
-            together.setdefault((tensor.device_mesh, axes, tensor.device, dtype or tensor.dtype), []).append(name)
-    for (mesh, axes, device, kind), names in together.items():
-        found |= _gathered({name: shards[name] for name in names}, mesh, axes, device, kind)
+            together.setdefault((tensor.device_mesh, axes, tensor.device, dtype or tensor.dtype), {})[name] = tensor
+    for (mesh, axes, device, kind), cut in together.items():
+        found |= _gathered(cut, mesh, axes, device, kind)
     return found
 
 
@@ -65,7 +65,7 @@ def blocks(shape: Sequence[int], placements: Sequence[Any], sizes: Sequence[int]
 
 
 def _gathered(
-    shards: Mapping[str, Tensor], mesh: Any, axes: tuple[int, ...], device: torch.device, dtype: torch.dtype
+    shards: Mapping[str, DTensor], mesh: Any, axes: tuple[int, ...], device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Of tensors that are cut along `axes` of `mesh`, and nowhere else."""
     sizes = tuple(mesh.shape)
@@ -73,12 +73,12 @@ def _gathered(
     places: dict[str, slice] = {}
     end = 0
     for name, tensor in shards.items():
-        held[name] = list(blocks(tensor.shape, getattr(tensor, "placements", ()), sizes))
+        held[name] = list(blocks(tensor.shape, tensor.placements, sizes))
         longest = max(map(_count, held[name]))  # every rank sends as much, whoever holds less
         places[name] = slice(end, end + longest)
         end += longest
     own = torch.empty(end, dtype=dtype, device=device)
-    parts = [_local(tensor) for tensor in shards.values()]
+    parts = [tensor.to_local() for tensor in shards.values()]
     slots = [own[places[name].start :][: part.numel()].view(part.shape) for name, part in zip(shards, parts, strict=True)]
     _copy(slots, parts)
     all_RN = _all_gather(own, mesh, axes).view(-1, end)
@@ -119,10 +119,6 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 def _count(block: Block) -> int:
     return math.prod(part.stop - part.start for part in block)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _as(tensor: Any, dtype: torch.dtype | None) -> Any:

@@ -94,24 +94,30 @@ def rows_of(weight: Any) -> int:
     return int(getattr(weight, "ds_shape", weight.shape)[0])
 
 
-def gather(model: torch.nn.Module, names: Sequence[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def gather(
+    model: torch.nn.Module,
+    names: Sequence[str],
+    dtype: torch.dtype | None = None,
+    *,
+    shard_of: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
+) -> dict[str, Tensor]:
     """The whole tensors of the model's state with these names; complete when it returns. A collective of all ranks.
 
     What was cut comes as `dtype` where one is given. What is one parameter under two names is gathered once, and is one tensor
-    again.
+    again. `shard_of` knows the parts of a model that holds them as plain tensors.
     """
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()  # whole weights that a pass left behind are those of before the last step
-    held = {name: attribute(model, name) for name in names}
+    held = {name: _attribute(model, name) for name in names}
     owners: dict[int, str] = {}
     for name, tensor in held.items():
         owners.setdefault(id(tensor), name)
-    whole = whole_tensors({name: held[name] for name in owners.values()}, dtype)
+    whole = whole_tensors({name: shard_of(name, held[name]) for name in owners.values()}, dtype)
     return {name: whole[owners[id(tensor)]].detach() for name, tensor in held.items()}
 
 
-def attribute(model: torch.nn.Module, name: str) -> Tensor:
+def _attribute(model: torch.nn.Module, name: str) -> Tensor:
     """The parameter or buffer of this name. A model's `state_dict` has all of them, and takes milliseconds."""
     above, _, own = name.rpartition(".")
     found: Tensor = getattr(model.get_submodule(above), own)

@@ -142,13 +142,11 @@ class Trainer:
         """
         if not self._layout.lockstep:
             return None
-        same, state = same_parameters(self.model), dict[str, Tensor]()
-        for name, whole in self.whole().items():
-            owner = same.get(name, name)
-            if owner not in state:
-                state[owner] = whole.to("cpu")
-            state[name] = state[owner]
-        return state
+        same, weights = same_parameters(self.model), self.weights()
+        owners = {name: same.get(name, name) for name in weights}
+        together = buckets({owner: weights[owner] for owner in owners.values()}, BUCKET_BYTES)
+        state = {name: whole.to("cpu") for names in together for name, whole in self.gather(names).items()}
+        return {name: state[owner] for name, owner in owners.items()}
 
     def logprobs_of(self, prompt: Sequence[int], ids: Sequence[int]) -> list[float]:
         """On rank 0: log-probabilities of `ids` after `prompt`, at temperature 1. Raises RankError."""
